@@ -16,8 +16,8 @@ from te_bench.reports.analysis.measures import (
     seconds_by_seed,
 )
 from te_bench.reports.analysis.naming import kernel_name
-from te_bench.reports.analysis.ranking import FastestByShape, fastest_by_shape, logarithms
-from te_bench.reports.analysis.rows import Configuration, Group
+from te_bench.reports.analysis.ranking import FastestByShape, fastest_by_shape, logarithms, rank
+from te_bench.reports.analysis.rows import Configuration, Group, grouped
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,11 +27,29 @@ class AttentionTime:
     configuration: Configuration
     forward_s: float | None = None
     backward_s: float | None = None
+    both_s: float | None = None
     forward_flop_per_s: float | None = None
     backward_flop_per_s: float | None = None
     energy_j: float | None = None
     #: Speed-ups over the peer: forward, backward, both.
     speedups: Mapping[str, Ratio] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionChoice:
+    """The attention to take for one shape, forward and backward together.
+
+    times: those of both passes, in their Ranking's order. best: how many are not distinguished from the first, with it;
+    0 if single runs alone compare them. over_next: how many times as fast as the second the first is.
+    """
+
+    times: tuple[AttentionTime, ...]
+    best: int
+    over_next: Ratio | None
+
+    @property
+    def fp8(self) -> bool:
+        return in_fp8(self.times[0].configuration.trial.attention)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +69,7 @@ class AttentionTimes:
 
     times: tuple[AttentionTime, ...]
     peer: str | None
+    choices: tuple[AttentionChoice, ...]
     fastest: FastestByShape
 
 
@@ -70,13 +89,14 @@ def attention_times(group: Group) -> AttentionTimes:
     """Return the times of attention, grouped by shape, in the plan's order."""
     configurations, peer = _by_shape(group.of("attention")), attention_peer(group)
     times = tuple(_time(configuration, configurations, peer) for configuration in configurations)
-    shapes = _fastest_first(times)
-    named = [[(kernel_name(one.trial.attention), logarithms(one, *PASSES)) for one in shape] for shape in shapes]
-    return AttentionTimes(times=times, peer=peer, fastest=fastest_by_shape(named))
+    choices = _choices(times)
+    named = [([kernel_name(time.configuration.trial.attention) for time in one.times], one.best) for one in choices]
+    return AttentionTimes(times=times, peer=peer, choices=choices, fastest=fastest_by_shape(named))
 
 
 def _time(configuration: Configuration, configurations: Sequence[Configuration], peer: str | None) -> AttentionTime:
     forward, backward = (of_processes(configuration.ok, sample) for sample in PASSES)
+    both = geometric_mean(list(seconds_by_seed(configuration, *PASSES).values()))
     work: Mapping[str, Any] = configuration.ok[0].work if configuration.ok else {}
     same = dataclasses.replace(configuration.trial, attention=peer or "", seed=0)
     peers = (other for other in configurations if dataclasses.replace(other.trial, seed=0) == same)
@@ -84,6 +104,7 @@ def _time(configuration: Configuration, configurations: Sequence[Configuration],
         configuration=configuration,
         forward_s=forward,
         backward_s=backward,
+        both_s=both.value if both else None,
         forward_flop_per_s=_rate(work.get("forward_flop"), forward),
         backward_flop_per_s=_rate(work.get("backward_flop"), backward),
         energy_j=of_processes(configuration.ok, "energy_j"),
@@ -100,20 +121,26 @@ def _speedups(peer: Configuration | None, configuration: Configuration) -> dict[
     return {way: ratio for way, ratio in ratios.items() if ratio is not None}
 
 
-def _fastest_first(times: Sequence[AttentionTime]) -> list[list[Configuration]]:
-    """Return kernels timed in both passes, grouped by equal settings, the fastest first.
+def _choices(times: Sequence[AttentionTime]) -> tuple[AttentionChoice, ...]:
+    """Return the choice among the kernels that were timed in both passes, for each setting of all else.
 
-    Attention in FP8 has groups of its own, because its numbers differ.
+    Attention in FP8 is compared with itself alone, because its numbers differ.
     """
-    together: dict[tuple[str, bool], list[tuple[float, Configuration]]] = {}
-    for configuration in (time.configuration for time in times):
-        if total := geometric_mean(list(seconds_by_seed(configuration, *PASSES).values())):
-            alike = (
-                dataclasses.replace(configuration.trial, attention="", seed=0).id,
-                in_fp8(configuration.trial.attention),
-            )
-            together.setdefault(alike, []).append((total.value, configuration))
-    return [[one for _, one in sorted(found, key=lambda item: item[0])] for found in together.values()]
+
+    def alike(time: AttentionTime) -> tuple[str, bool]:
+        trial = time.configuration.trial
+        return dataclasses.replace(trial, attention="", seed=0).id, in_fp8(trial.attention)
+
+    timed = sorted((time for time in times if time.both_s), key=lambda time: time.both_s or 0.0)
+    together = grouped(timed, alike)
+    return tuple(_choice(together[key]) for key in dict.fromkeys(map(alike, times)) if key in together)
+
+
+def _choice(times: Sequence[AttentionTime]) -> AttentionChoice:
+    ranking = rank([logarithms(time.configuration, *PASSES) for time in times])
+    ranked = tuple(times[place] for place in ranking.order)
+    over_next = paired_ratio(ranked[1].configuration, ranked[0].configuration, *PASSES) if ranked[1:] else None
+    return AttentionChoice(times=ranked, best=len(ranking.best), over_next=over_next)
 
 
 def _rate(flop: object, seconds: float | None) -> float | None:

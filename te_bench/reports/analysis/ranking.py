@@ -39,6 +39,11 @@ class Ranking:
     worse: tuple[int, ...]
     alone: tuple[int, ...]
 
+    @property
+    def order(self) -> tuple[int, ...]:
+        """All places: the best, the worse, then those that cannot be ranked."""
+        return (*self.best, *self.worse, *self.alone)
+
 
 def rank(values: Sequence[Values]) -> Ranking:
     """Rank by paired differences, smaller is better; `values` come in the order of their estimates, the least first."""
@@ -147,16 +152,15 @@ class FastestByShape:
     once: Mapping[str, int]
 
 
-def fastest_by_shape(shapes: Sequence[Sequence[tuple[str, Values]]]) -> FastestByShape:
-    """Count the fastest ways over shapes; each shape: (name, logarithms) of its ways, the least first."""
+def fastest_by_shape(shapes: Sequence[tuple[Sequence[str], int]]) -> FastestByShape:
+    """Count the fastest ways over shapes; each shape: the names of its ways in their Ranking's order, how many are best."""
     clear, tied, once = Counter[str](), Counter[str](), Counter[str]()
-    several = [shape for shape in shapes if len(shape) > 1]
-    for shape in several:
-        best = rank([values for _, values in shape]).best
-        if len(best) > 1:
-            tied[" and ".join(sorted(shape[place][0] for place in best))] += 1
+    several = [shape for shape in shapes if len(shape[0]) > 1]
+    for names, best in several:
+        if best > 1:
+            tied[" and ".join(sorted(names[:best]))] += 1
         else:
-            (clear if best else once)[shape[best[0] if best else 0][0]] += 1
+            (clear if best else once)[names[0]] += 1
     return FastestByShape(shapes=len(several), clear=clear, tied=tied, once=once)
 
 

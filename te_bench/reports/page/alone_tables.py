@@ -2,7 +2,9 @@
 
 import dataclasses
 
+from te_bench.reports.analysis import ranking
 from te_bench.reports.analysis.alone import TimeAlone
+from te_bench.reports.analysis.attention import AttentionChoice
 from te_bench.reports.analysis.measures import beyond_held, finite, geometric_mean, median, of_processes
 from te_bench.reports.analysis.naming import kernel_name
 from te_bench.reports.group_result import GroupResult
@@ -19,6 +21,44 @@ from te_bench.reports.page.table import (
     table_of,
     word,
 )
+
+IN_FP8 = "In FP8, which computes with other numbers"
+
+
+def choices(result: GroupResult) -> list[Table | None]:
+    """Return the tables of the attention to take for each shape; attention in FP8 has its own."""
+    return [
+        _choices(result, "The kernel to take, both passes", "Take", fp8=False),
+        _choices(result, IN_FP8, "Fastest in FP8", fp8=True),
+    ]
+
+
+def _choices(result: GroupResult, caption: str, take: str, *, fp8: bool) -> Table | None:
+    found = [one for one in result.attention.choices if one.fp8 == fp8]
+    over_peer = [one.times[0].speedups.get("both") for one in found]
+    shown = [
+        {
+            "Shape": word(one.times[0].configuration.shape),
+            take: word(" or ".join(label(time.configuration).text for time in one.times[: max(1, one.best)])),
+            "How sure": word(_how_sure(one)),
+            "ms": number(one.times[0].both_s, text.milliseconds),
+            "Over the next": speedup(one.over_next, f", {one.times[1].configuration.label}" if one.over_next else ""),
+            f"Over {kernel_name(result.attention.peer or '')}": speedup(ratio),
+        }
+        for one, ratio in zip(found, over_peer, strict=True)
+    ]
+    pairs = [ratio.n for ratio in (*over_peer, *(one.over_next for one in found)) if ratio]
+    notes = ["Over: how many times as fast as another.", interval_note(pairs)] if pairs else []
+    if any(one.best > 1 for one in found):
+        notes.append("Not distinguished: by paired t-tests at 5 % over all comparisons of a shape.")
+    return table_of("attention_choice", caption, shown, " ".join(notes), text_columns=3)
+
+
+def _how_sure(choice: AttentionChoice) -> str:
+    if len(choice.times) == 1:
+        return "the only one timed"
+    said = ranking.FASTEST if choice.best == 1 else ranking.TIED
+    return f"{said} in {choice.over_next.n} runs" if choice.best and choice.over_next else ranking.ALONE
 
 
 def times(result: GroupResult) -> Table | None:

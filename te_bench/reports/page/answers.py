@@ -5,11 +5,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from te_bench.kernels.attention import in_fp8
 from te_bench.reports.analysis.alone import TimeAlone
-from te_bench.reports.analysis.attention import PASSES
+from te_bench.reports.analysis.attention import AttentionTime
 from te_bench.reports.analysis.layers import LayerVariant
-from te_bench.reports.analysis.measures import Ratio, geometric_mean, seconds_by_seed, typical
+from te_bench.reports.analysis.measures import Ratio, typical
 from te_bench.reports.analysis.naming import FOREIGN, kernel_name, printable
 from te_bench.reports.analysis.rows import Configuration
 from te_bench.reports.analysis.scaled import ScaledStep
@@ -17,6 +16,7 @@ from te_bench.reports.analysis.steps import MeasuredStep
 from te_bench.reports.convergence.verdict import HIDDEN
 from te_bench.reports.group_result import GroupResult, ReportResult
 from te_bench.reports.page import tables, text, verdict_tables
+from te_bench.reports.page.alone_tables import IN_FP8
 from te_bench.reports.page.headlines import headlines
 from te_bench.reports.page.table import Table
 
@@ -190,24 +190,22 @@ def _step_bar(step: MeasuredStep) -> TextBar:
 
 def _attention(result: GroupResult) -> list[Chart]:
     """Return the fastest kernel of each shape, both passes; kernels in FP8, whose numbers differ, have their own chart."""
-    times: dict[tuple[bool, str], list[tuple[float, TextBar]]] = {}
-    for time in result.attention.times:
-        total = geometric_mean(list(seconds_by_seed(time.configuration, *PASSES).values()))
-        if total:
-            ratio, shape = time.speedups.get("both"), time.configuration.shape
-            bar = TextBar(
-                name=f"{shape}: {time.configuration.label}",
-                value=ratio.value if ratio else 1.0,
-                shown=f"{text.milliseconds(total.value)} ms{_interval(ratio)}",
-            )
-            times.setdefault((in_fp8(time.configuration.trial.attention), shape), []).append((total.value, bar))
     peer = result.attention.peer
     over = f", and its speed-up over {kernel_name(peer)}" if peer else ""
     charts: list[Chart] = []
-    for fp8, what in ((False, "The fastest of each shape"), (True, "In FP8, which computes with other numbers")):
-        best = (min(found, key=lambda item: item[0])[1] for (way, _), found in times.items() if way == fp8)
-        charts += _chart(f"{what}, both passes{over}", best)
+    for fp8, what in ((False, "The fastest of each shape"), (True, IN_FP8)):
+        first = [choice.times[0] for choice in result.attention.choices if choice.fp8 == fp8]
+        charts += _chart(f"{what}, both passes{over}", map(_attention_bar, first))
     return charts
+
+
+def _attention_bar(time: AttentionTime) -> TextBar:
+    ratio = time.speedups.get("both")
+    return TextBar(
+        name=f"{time.configuration.shape}: {time.configuration.label}",
+        value=ratio.value if ratio else 1.0,
+        shown=f"{text.milliseconds(time.both_s)} ms{_interval(ratio)}",
+    )
 
 
 def _alone(result: GroupResult) -> list[Chart]:

@@ -1,41 +1,61 @@
-"""Draw the figures of attention alone: rates by shape, and errors by where q is scaled."""
+"""Draw the figures of attention alone: rates by family of shapes, and errors by where q is scaled."""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
-from te_bench.reports.analysis.attention import AttentionTime
 from te_bench.reports.analysis.measures import median
+from te_bench.reports.analysis.rows import grouped
 from te_bench.reports.group_result import GroupResult
 from te_bench.reports.page import text
-from te_bench.reports.page.bars import Bar, bars
+from te_bench.reports.page.bars import Bar, bar_panels
 from te_bench.reports.page.drawing import COLOURS, FAINT, INK, MARKERS, NAME, blank, legend_below, without_y
 
+SHAPES = 8  # of a figure at most
+HATCHES = ("", "//", "xx", "..", "\\\\", "++")
 
-def times(result: GroupResult, way: str) -> Figure | None:
-    """Return TFLOP/s of the forward or the backward pass, grouped by shape, the fastest first; None if unmeasured."""
 
-    def rate(time: AttentionTime) -> float | None:
-        return time.forward_flop_per_s if way == "forward" else time.backward_flop_per_s
+def times(result: GroupResult) -> dict[str, Figure]:
+    """Return {family of shapes: TFLOP/s of both passes}: at most SHAPES shapes each, both passes' fastest kernel first."""
+    measured = [time for time in result.attention.times if time.forward_flop_per_s or time.backward_flop_per_s]
+    names = list(dict.fromkeys(time.configuration.label for time in result.attention.times))
+    return {
+        family + (f", {first // SHAPES + 1}" if first else ""): _family(result, shapes[first : first + SHAPES], names)
+        for family, found in grouped(measured, lambda time: _family_of(time.configuration.trial.problem)).items()
+        for shapes in [list(dict.fromkeys(time.configuration.shape for time in found))]
+        for first in range(0, len(shapes), SHAPES)
+    }
 
-    measured = result.attention.times
-    if not any(map(rate, measured)):
-        return None
-    names = list(dict.fromkeys(time.configuration.label for time in measured))
-    drawn: list[Bar] = []
-    for shape in dict.fromkeys(time.configuration.shape for time in measured):
+
+def _family_of(problem: Mapping[str, Any]) -> str:
+    """Return what shapes of one figure have in common: heads of 64 that share keys, causal."""
+    shares = " that share keys" if problem.get("kv_heads", problem.get("heads")) != problem.get("heads") else ""
+    changes = {"window_left": "window", "documents": "packed", "dropout": "dropout"}
+    words = [word for key, word in changes.items() if problem.get(key)]
+    words = words or ["causal" if problem.get("causal") else "full"]
+    return f"heads of {problem.get('head_dim')}{shares}, {', '.join(words)}"
+
+
+def _family(result: GroupResult, shapes: Collection[str], names: Sequence[str]) -> Figure:
+    panels: dict[str, list[Bar]] = {"Forward, TFLOP/s": [], "Backward, TFLOP/s": []}
+    for shape in shapes:
+        alike = [time for time in result.attention.times if time.configuration.shape == shape]
         heading = shape
-        for time in sorted((r for r in measured if r.configuration.shape == shape), key=lambda r: -(rate(r) or 0.0)):
-            value = None if (found := rate(time)) is None else found / text.TERA
-            failed = value is None and time.configuration.outcome != "ok"
-            outcome = time.configuration.outcome if failed else text.plain(value)
-            name = text.shortened(time.configuration.label, NAME - len(outcome) - 2)
+        for time in sorted(alike, key=lambda time: time.both_s or math.inf):
             place = names.index(time.configuration.label)
-            colour, hatch = COLOURS[place % len(COLOURS)], ("", "//", "xx", "..", "\\\\", "++")[place % 6]
-            remark = f"{outcome}, {name}" if value is not None else f"{name}: {outcome}"
-            drawn.append(Bar(name="", value=value, remark=remark, colour=colour, hatch=hatch, heading=heading))
+            look: dict[str, Any] = {"colour": COLOURS[place % len(COLOURS)], "hatch": HATCHES[place % len(HATCHES)]}
+            outcome = time.configuration.outcome
+            rates = (time.forward_flop_per_s, time.backward_flop_per_s)
+            for panel, rate in zip(panels.values(), rates, strict=True):
+                remark = outcome if rate is None and outcome != "ok" else text.tera(rate)
+                value = None if rate is None else rate / text.TERA
+                panel.append(Bar(name=time.configuration.label, value=value, remark=remark, heading=heading, **look))
             heading = ""
-    return bars(drawn, f"attention {way}, TFLOP/s")
+    return bar_panels(panels)
 
 
 def scaling_errors(result: GroupResult) -> Figure | None:

@@ -13,14 +13,14 @@ from te_bench.reports.page import text
 from te_bench.reports.page.drawing import COLOURS, FAINT, INK, LINE, NAME, blank, legend_below, without_y
 
 #: ROW: inches of a bar with its name. The others are in rows.
-ROW, NAME_LINE, HEADING, NAMELESS = 0.42, 0.36, 0.72, 0.6
+ROW, NAME_LINE, HEADING = 0.42, 0.36, 1.0
 HATCHES = ("", "//", "..", "xx")
 REST = "rest"  # the measured time minus the profiled kernels: gaps, and clocks that fall under load
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
-    """One bar with its name above it; name: "" if the remark has the name; value: None draws only the remark."""
+    """One bar with its name above it; value: None draws only the remark."""
 
     name: str
     value: float | None
@@ -46,13 +46,11 @@ class Stack:
 def bars(drawn: Sequence[Bar], unit: str, legend: Sequence[Patch] = ()) -> Figure:
     """Return horizontal bars, names above, remarks after; bars with low and high have whiskers."""
     columns = 2 if len(legend) < 7 else 3
-    places, rows = places_of([bar.name for bar in drawn], [bar.heading for bar in drawn])
+    places, rows = places_of([bar.name for bar in drawn])
     figure = blank(0.55 + ROW * rows + 0.22 * math.ceil(len(legend) / columns))
     axes = figure.subplots()
     extent = max([v for bar in drawn for v in (bar.value, bar.high, bar.outline) if v is not None], default=1.0) or 1.0
     for bar, place in zip(drawn, places, strict=True):
-        if bar.heading:
-            axes.text(0, place - HEADING + 0.12, bar.heading, va="center", weight="bold")
         _bar(axes, bar, place + write_name(axes, bar.name, place))
     axes.set_ylim(rows, -0.4)
     axes.set_xlim(0, max([extent, *(_with_remark(_end(bar), bar.remark) for bar in drawn)]))
@@ -63,23 +61,42 @@ def bars(drawn: Sequence[Bar], unit: str, legend: Sequence[Patch] = ()) -> Figur
     return figure
 
 
+def bar_panels(panels: Mapping[str, Sequence[Bar]]) -> Figure:
+    """Return panels {title: bars} side by side, with one scale; the first one's names and headings are for all."""
+    first = next(iter(panels.values()))
+    places, rows = places_of([bar.name for bar in first], [bar.heading for bar in first])
+    figure = blank(0.5 + ROW * rows)
+    several = figure.subplots(ncols=len(panels), sharex=True, squeeze=False)[0]
+    for bar, place in zip(first, places, strict=True):
+        if bar.heading:
+            shown = several[0].text(0, place - HEADING / 2, bar.heading, va="center", weight="bold")
+            shown.set_in_layout(False)  # headings and names reach over the next panel
+    ends = [_with_remark(_end(bar), bar.remark, LINE / len(panels)) for drawn in panels.values() for bar in drawn]
+    for number, (axes, (title, drawn)) in enumerate(zip(several, panels.items(), strict=True)):
+        for bar, own, place in zip(drawn, first, places, strict=True):
+            _bar(axes, bar, place + write_name(axes, own.name, place, shown=number == 0))
+        axes.set_ylim(rows, 0)
+        axes.set_xlim(0, max(ends) or 1.0)
+        without_y(axes)
+        axes.set_title(title, loc="left", fontsize=9.5)
+    return figure
+
+
 def places_of(names: Sequence[str], headings: Sequence[str] = ()) -> tuple[list[float], float]:
     """Return where the names of bars begin, one below the other, and where the last bar ends; in rows of ROW inches."""
     places, top = [], 0.0
     for name, heading in zip(names, headings or [""] * len(names), strict=True):
         top += HEADING if heading else 0.0
         places.append(top)
-        top += 1 + NAME_LINE * (len(text.folded(name, NAME)) - 1) if name else NAMELESS
+        top += 1 + NAME_LINE * (len(text.folded(name, NAME)) - 1)
     return places, top
 
 
-def write_name(axes: Axes, name: str, place: float) -> float:
-    """Write a name from `place` down, and return how far below its bar's middle is."""
-    if not name:
-        return 0.05
+def write_name(axes: Axes, name: str, place: float, *, shown: bool = True) -> float:
+    """Write a name from `place` down, and return how far below its bar's middle is; shown: False only measures it."""
     lines = text.folded(name, NAME)
-    for i, line in enumerate(lines):
-        axes.text(0, place + NAME_LINE * i, line, va="center", fontsize=8.8)
+    for i, line in enumerate(lines if shown else ()):
+        axes.text(0, place + NAME_LINE * i, line, va="center", fontsize=8.8).set_in_layout(False)
     return 0.45 + NAME_LINE * (len(lines) - 1)
 
 
@@ -105,9 +122,9 @@ def _write_remark(axes: Axes, remark: str, end: float, y: float) -> None:
     shown.set_in_layout(False)  # set_xlim leaves room for it
 
 
-def _with_remark(end: float, remark: str) -> float:
-    """Return how far the frame must reach for a remark at `end`."""
-    return end / (1 - (len(remark) + 2) / LINE)
+def _with_remark(end: float, remark: str, line: float = LINE) -> float:
+    """Return how far the frame must reach for a remark at `end`; line: the characters that fit in its width."""
+    return end / (1 - (len(remark) + 2) / line)
 
 
 def stacked_bars(stacks: Sequence[Stack], kinds: Sequence[str], unit: str) -> Figure:

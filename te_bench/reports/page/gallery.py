@@ -28,8 +28,7 @@ def figures_of(result: GroupResult, suffix: str) -> list[Drawing]:
         ("scaling", "Tokens a second of each GPU, and its efficiency", scaled_figures.throughput(result)),
         ("floor_kinds", "The step and its floor by kind of kernel", step_figures.against_floor(result)),
         ("max_batch", "Largest batch that fits", step_figures.largest_batch(result)),
-        ("attention_forward", "Attention forward", attention_figures.times(result, "forward")),
-        ("attention_backward", "Attention backward", attention_figures.times(result, "backward")),
+        *_attention(result),
         ("numerics", "Error of attention by where q is scaled", attention_figures.scaling_errors(result)),
         *_ladders(result),
         *_losses(result),
@@ -40,6 +39,13 @@ def figures_of(result: GroupResult, suffix: str) -> list[Drawing]:
         draw(kind + suffix, kind.split("-")[0], printable(caption), printable(where), figure)
         for kind, caption, figure in figures
         if figure
+    ]
+
+
+def _attention(result: GroupResult) -> list[Named]:
+    return [
+        (f"attention{_place(number)}", f"Fastest attention first, both passes: {family}", figure)
+        for number, (family, figure) in enumerate(attention_figures.times(result).items(), start=1)
     ]
 
 

@@ -15,6 +15,7 @@ from te_bench.reports.page.template import rendered
 
 HEADING = 60  # characters that fit in two lines on a telephone 400 pixels wide
 FEWER_BITS = "Do they train like float32?"  # the heading of a verdict on weights and states
+ANSWER = "attention_choice"  # the table that stands before its section's figures
 #: The page's sections: anchor, heading, kinds of figures, names of tables. A section without content is left out.
 SECTIONS = (
     (
@@ -30,7 +31,7 @@ SECTIONS = (
     ("layer", "One transformer layer", ("layer_time",), ("layer", "layer_kinds", "layer_kernels")),
     ("curves", "Loss curves", ("loss_step", "loss_time"), ("curves",)),
     ("max-batch", "Largest batch", ("max_batch",), ("max_batch",)),
-    ("attention", "Attention alone", ("attention_forward", "attention_backward"), ("attention", "attention_ratios")),
+    ("attention", "Attention alone", ("attention",), (ANSWER, "attention", "attention_ratios")),
     ("heads", "Heads alone", (), ("heads",)),
     ("pieces", "Norms and activations alone", (), ("pieces",)),
     ("gemms", "GEMMs alone", (), ("gemms",)),
@@ -137,8 +138,9 @@ def _section(
         title = several if len(report.results.environments) > 1 else group.title or group.suite
         part = {
             "heading": printable(title) if len(report.groups) > 1 else "",
+            "answers": tables.tables_of(result, ANSWER) if ANSWER in names else [],
             "drawings": [drawing for drawing in drawings if drawing.kind in kinds],
-            "tables": [table for name in names for table in tables.tables_of(result, name)],
+            "tables": [table for name in names if name != ANSWER for table in tables.tables_of(result, name)],
         }
         if part["drawings"] or part["tables"]:
             parts.append(part)

@@ -64,6 +64,7 @@ TABLES: dict[str, Callable[[GroupResult], Sequence[Table | None] | Table | None]
     "stability": _each("studies", training_tables.stability),
     "stress": _each("stress", training_tables.stress),
     "max_batch": step_tables.largest_batch,
+    "attention_choice": alone_tables.choices,
     "attention": alone_tables.times,
     "attention_ratios": alone_tables.ratios,
     "heads": alone_tables.heads,

@@ -36,8 +36,9 @@ def drawings(result):
     return drawn(result)
 
 
+FLOP = ("forward_flop", "backward_flop")
 KINDS = ("ladder", "memory", "floor_kinds", "layer_time", "loss_step", "loss_time", "max_batch")
-KINDS += ("attention_forward", "attention_backward", "numerics")
+KINDS += ("attention", "attention-2", "attention-3", "numerics")
 
 
 def test_every_figure_is_drawn(drawings):
@@ -95,7 +96,7 @@ def test_texts_do_not_overlap_and_stay_inside(result):
     """On the canvas's own measure, every pair of texts of every figure."""
     figures = [getattr(step_figures, name)(result) for name in ("ladder", "memory", "largest_batch")]
     figures.append(attention_figures.scaling_errors(result))
-    figures += [attention_figures.times(result, way) for way in ("forward", "backward")]
+    figures += attention_figures.times(result).values()
     figures += [loss_figures.losses(comparison, "step") for comparison in result.trainings]
     for figure in figures:
         canvas = FigureCanvasAgg(figure)
@@ -129,10 +130,31 @@ def test_names_that_differ_at_their_end_are_drawn_to_their_end(tmp_path):
 
 
 def test_attention_is_sorted_and_named_shape_by_shape(result):
-    [axes] = attention_figures.times(result, "forward").axes
-    said = [text.get_text() for text in axes.texts]
-    expected = ["410.0, cuDNN", "240.0, flash", "120.0, memory-efficient", "written-out: oom"]
-    assert [each for each in said if not each.startswith("B")] == expected * 3
+    for figure in attention_figures.times(result).values():
+        forward, backward = figure.axes
+        assert [axes.get_title(loc="left") for axes in figure.axes] == ["Forward, TFLOP/s", "Backward, TFLOP/s"]
+        shape, *said = [text.get_text() for text in forward.texts]
+        assert shape.startswith("B")
+        assert said[:4] == ["cuDNN", "410.0", "flash", "240.0"]
+        assert said[-2:] == ["written-out", "oom"]
+        assert [text.get_text() for text in backward.texts] == ["328.0", "192.0", "96.0", "oom"]
+        assert forward.get_xlim() == backward.get_xlim()
+
+
+def test_attention_has_a_figure_for_each_family_of_at_most_eight_shapes(tmp_path):
+    changes = ({}, {"causal": False}, {"kv_heads": 4}, {"window_left": 511, "window_right": 0}, {"documents": 4})
+    changes += ({"dropout": 0.1}, {"head_dim": 128}, *({"length": 256 * i} for i in range(5, 13)))
+    measured = {"samples": {"forward_s": [1.0], "backward_s": [2.0]}, "work": dict.fromkeys(FLOP, 1e14)}
+    records = [
+        record(trial("attention", kernel, **one), **measured) for one in changes for kernel in ("flash", "triton_fp8")
+    ]
+    found = attention_figures.times(result_of(tmp_path, records))
+    families = [f"heads of {one}" for one in ("64, causal", "64, causal, 2", "64, full", "64 that share keys, causal")]
+    families += [f"heads of {one}" for one in ("64, window", "64, packed", "64, dropout", "128, causal")]
+    assert list(found) == families
+    headings = [text.get_text() for text in found[families[0]].axes[0].texts if text.get_weight() == "bold"]
+    assert len(headings) == 8
+    assert {text.get_text() for text in found[families[1]].axes[0].texts} > {"flash", "te-bench Triton FP8"}
 
 
 def loss_panels(tmp_path, *records):

@@ -72,7 +72,7 @@ def chromium(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (400, True)], ids=["1280-light", "400-dark"])
-@pytest.mark.parametrize(("page", "figures"), [("full", 10), ("losses", 2), ("hostile", 0)])
+@pytest.mark.parametrize(("page", "figures"), [("full", 11), ("losses", 2), ("hostile", 0)])
 def test_a_page_is_one_file_and_looks_right(site, chromium, page, figures, width, dark):
     Quiet.requested.clear()
     chromium.open(f"{site[1]}/{page}/index.html", width, dark=dark)

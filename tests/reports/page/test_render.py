@@ -83,7 +83,7 @@ def test_every_file_is_written_and_nothing_else(full):
     files = sorted(str(path.relative_to(full)) for path in full.rglob("*") if path.is_file())
     assert files[0].startswith("figures/")
     assert files[-3:] == ["index.html", "records.csv", "report.md"]
-    assert len(files) == 3 + 2 * 10
+    assert len(files) == 3 + 2 * 11
 
 
 def test_page_asks_for_nothing(full):
@@ -101,15 +101,19 @@ def test_page_has_its_sections_in_order(full):
     assert anchors == [*order.split(), "environment", "reproduce"]
     page = Page(content(full))
     assert page.count("h1") == 1
-    assert page.count("figure") == 10
+    assert page.count("figure") == 11
+    attention = content(full).partition('<section id="attention">')[2]
+    assert attention.index("The kernel to take, both passes") < attention.index("<figure")
     assert "72 of 84" in page.text
     assert "te-bench run nanogpt --device cuda --" in page.text
 
 
 def test_markdown_links_figures_that_exist(full):
     links = re.findall(r"\]\((figures/[^)]+)\)", content(full, "report.md"))
-    assert len(links) == 10
+    assert len(links) == 11
     assert all((full / link).is_file() for link in links)
+    written = content(full, "report.md")
+    assert written.index("**The kernel to take, both passes**") < written.index("figures/attention.svg")
     assert content(full, "report.md").startswith(
         "# GPT-2 124M on one GPU\n\n**Fastest: torch.compile bf16, cuDNN attention, CUDA graph: 26.1 ms"
     )

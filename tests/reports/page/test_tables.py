@@ -66,6 +66,40 @@ def test_attention_names_the_peer_it_is_compared_with(tmp_path):
         assert tables_of(alone, "attention_ratios") == []
 
 
+def timed(kernel, *seconds, **shape):
+    """A record for each seed; the backward pass takes as long as the forward pass."""
+    return [
+        record(trial("attention", kernel, seed=seed, **shape), samples={"forward_s": [s / 2], "backward_s": [s / 2]})
+        for seed, s in enumerate(seconds)
+    ]
+
+
+def test_attention_says_what_to_take_for_each_shape_and_how_sure_that_is(tmp_path):
+    shapes = [{"length": 1024 << i} for i in range(4)]
+    clear, tied, once, alone = shapes
+    records = [*timed("gluon", 1.0, 1.1, 1.05, **clear), *timed("cudnn", 2.0, 2.22, 2.09, **clear)]
+    records += [*timed("flash", 9.0, 9.1, 9.2, **clear), *timed("triton_fp8", 0.5, 0.55, 0.525, **clear)]
+    records += [*timed("gluon", 1.0, 1.2, 1.1, **tied), *timed("cudnn", 1.1, 1.1, 1.15, **tied)]
+    records += [*timed("cudnn", 1.0, **once), *timed("flash", 1.5, **once), *timed("gluon", 3.0, **alone)]
+    result = result_of(tmp_path, records)
+    take, fp8 = tables_of(result, "attention_choice")
+    assert [column.title for column in take.columns][1:] == ["Take", "How sure", "ms", "Over the next", "Over cuDNN"]
+    first, second, third, last = [row[1:] for row in texts(take)]
+    over = "2.00× [1.97, 2.04]"
+    assert first == ["te-bench Gluon", "fastest in 3 runs", "1,049", f"{over}, cuDNN", over]
+    assert second[:2] == ["te-bench Gluon or cuDNN", "not distinguished in 3 runs"]
+    assert third == ["cuDNN", "one run", "1,000", "1.50×, flash", "—"]
+    assert last == ["te-bench Gluon", "the only one timed", "3,000", "—", "—"]
+    assert "Not distinguished: by paired t-tests" in take.note
+    [[_, kernel, sure, ms, ratio]] = texts(fp8)
+    assert (kernel, sure, ms) == ("te-bench Triton FP8", "the only one timed", "524.6")
+    assert ratio.startswith("4.0")
+    shown = answers.answer(load_report([tmp_path / "run"]), "fastest")
+    told = " ".join(" ".join(shown).split())
+    assert all(f"{row[0]}: {row[1].split(' or ')[0]}" in told for row in texts(take))
+    assert "te-bench Gluon on 1; cuDNN and te-bench Gluon not distinguished on 1; cuDNN on 1 in one run" in told
+
+
 def test_attention_has_the_joules_of_both_passes_where_they_were_counted(tmp_path):
     def rows(records, where):
         table = table_of(tmp_path / where, "attention", records)
