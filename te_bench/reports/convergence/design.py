@@ -325,7 +325,7 @@ def design_of(experiment: Experiment, earlier: EarlierRuns) -> Design:
 def trial_seconds(trials: Sequence[Trial], earlier: EarlierRuns) -> tuple[dict[str, float | None], str | None]:
     """Return {Trial.name: seconds}, by records or else estimated, and a sentence about the estimated ones.
 
-    For another GPU than a Hopper nothing is estimated.
+    For a known GPU that is no H200 or H100 nothing is estimated.
     """
     taken = planning.seconds(trials, earlier.records)
     if not estimate.holds_for(earlier.machine.chip):
