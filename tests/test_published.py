@@ -68,7 +68,7 @@ def test_records_are_of_the_plan_that_the_suite_makes_today(folder: str) -> None
 
 
 def test_a_plan_s_times_are_those_of_the_records() -> None:
-    """Of each folder's trials of a kind within a half, of all of a kind within a quarter."""
+    """Of each folder's trials of a kind at most 1.75 times too long or too short, of all of a kind at most 1.34 times."""
     found: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for folder in FOLDERS:
         for record in journal(folder).records.values():

@@ -112,16 +112,21 @@ def time_of(experiment: "Experiment", directory: Path, own: "Adoptee | None") ->
 
     taken = _seconds_of(_journal_of(directory).records.values())
     ran = [taken[one.cell] for one in experiment.trials if one.cell in taken]
-    new = [estimate.seconds(one, own) for one in experiment.trials if one.cell not in taken]
-    estimated = [seconds for seconds in new if seconds is not None]
+    new = [(one, estimate.seconds(one, own)) for one in experiment.trials if one.cell not in taken]
+    estimated = [(one, seconds) for one, seconds in new if seconds is not None]
     if not ran and not estimated:
         why = f"none of these trials has run in {directory}"
         return f"time: not known, because {why}; te-bench run says after each trial how long the others will take"
     number = len(ran) + len(estimated)
     of = "" if number == len(experiment.trials) else f" for {number} of them, the others being new"
     how = [f"as long as they took in {directory}"] if ran else []
-    how += [f"{f'{len(estimated)} of them ' if ran else ''}{estimate.BY}"] if estimated else []
-    return f"time: about {duration(math.fsum([*ran, *estimated]))}{of}, one at a time, {', '.join(how)}"
+    how += (
+        [f"{f'{len(estimated)} of them ' if ran else ''}{estimate.by([one for one, _ in estimated])}"]
+        if estimated
+        else []
+    )
+    total = math.fsum([*ran, *(seconds for _, seconds in estimated)])
+    return f"time: about {duration(total)}{of}, one at a time, {', '.join(how)}"
 
 
 def _journal_of(directory: Path) -> "Journal":

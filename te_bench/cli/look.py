@@ -5,7 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,7 +13,7 @@ from te_bench.cli import budget as planned
 from te_bench.cli.options import Gpus, Json, Only, Suite, Timings, Within, results_of, say, with_options
 
 if TYPE_CHECKING:
-    from te_bench.experiments.spec import Options, Trial
+    from te_bench.experiments.spec import Experiment, Options
     from te_bench.reports.convergence.proposals import Proposals
 
 KINDS = ("suites", "attention", "recipes", "layers", "rivals", "datasets", "models", "logs")
@@ -79,37 +79,61 @@ def plan(
     """
     from te_bench.experiments.adoption import adoptee
     from te_bench.experiments.plan import slow_on_a_cpu
-    from te_bench.reports.analysis.naming import count_trials
+    from te_bench.reports.convergence.budget import BudgetError
 
     limit = None if within is None else planned.Limit(within)
     directory = results_of(suite, asked, out)
     designs = planned.proposals(suite, only, asked, out=out, directory=directory, timings=timings, gpus=gpus)
     if designs and designs.instead and not as_json:
         _say_designs(designs)
+        if within is not None:
+            say(
+                f"--within {within}: te-bench plan with the options of one of these says which trials end",
+                indent="    ",
+            )
         return
     least = designs.least_time() if designs else ""
     try:
         experiment, forecast, refused = planned.resolve_with_seeds(
             suite, only, asked, out=directory, timings=timings, gpus=gpus
         )
-    except ValueError as error:
-        if designs is None or not designs.found:
+    except BudgetError as error:
+        if designs is None or not designs.instead:
             raise ValueError(f"{error}{least}") from None
-        print(json.dumps({"suite": suite, "trials": [], "designs": designs.to_json()}, indent=2))
+        print(json.dumps({"suite": suite, "trials": [], "refused": str(error), "designs": designs.to_json()}, indent=2))
         return
     sitting = None
     if limit is not None:
         here = planned.environment_of(experiment, asked, gpus)
         sitting = planned.what_ends(experiment, directory, forecast, limit, here)
-    undivided = _undivided([trial for trial in experiment.trials if "parallel" in trial.problem])
     if as_json:
-        why = {trial: {"unsupported": reason} for trial, reason in undivided.items()}
-        trials = [{"id": t.id, "name": t.name, **t.to_json(), **why.get(t.id, {})} for t in experiment.trials]
-        more = {} if forecast is None else {"judgement": dict(experiment.judgement), **forecast.to_json()}
-        more |= {} if designs is None else {"designs": designs.to_json()}
-        more |= {} if sitting is None else {"within": dataclasses.asdict(sitting)}
-        print(json.dumps({"suite": suite, "baseline": experiment.baseline, "trials": trials, **more}, indent=2))
+        more = {} if forecast is None else {**forecast.to_json(), "refused": refused}
+        print(json.dumps({**_to_json(experiment, designs, sitting), **more}, indent=2))
         return
+    how_long = forecast.sentences() if forecast else [planned.time_of(experiment, directory, adoptee(asked))]
+    _say_plan(experiment, how_long, designs)
+    if within is not None and sitting is not None:
+        say(sitting.sentence(within, forecast.machine.on if forecast else ", one at a time"), indent="    ")
+    if slow := slow_on_a_cpu(experiment.trials, asked):
+        say(f"warning: {slow}", indent="    ")
+    if refused:
+        raise ValueError(f"no plan to run: {refused}{least}")
+
+
+def _to_json(experiment: "Experiment", designs: "Proposals | None", sitting: planned.Sitting | None) -> dict[str, Any]:
+    why = {trial: {"unsupported": reason} for trial, reason in _undivided(experiment).items()}
+    trials = [{"id": t.id, "name": t.name, **t.to_json(), **why.get(t.id, {})} for t in experiment.trials]
+    more: dict[str, Any] = {"judgement": dict(experiment.judgement)} if experiment.judgement else {}
+    more |= {} if designs is None else {"designs": designs.to_json()}
+    more |= {} if sitting is None else {"within": dataclasses.asdict(sitting)}
+    return {"suite": experiment.suite, "baseline": experiment.baseline, "trials": trials, **more}
+
+
+def _say_plan(experiment: "Experiment", how_long: Sequence[str], designs: "Proposals | None") -> None:
+    """Print the trials, why some do not run, how long they take, and other designs."""
+    from te_bench.reports.analysis.naming import count_trials
+
+    undivided = _undivided(experiment)
     for trial in experiment.trials:
         print(trial.id, trial.name, *(["(unsupported)"] if trial.id in undivided else []))
     print(f"{len(experiment.trials)} trials: {experiment.title}")
@@ -117,18 +141,11 @@ def plan(
         say(f"unsupported: {count_trials(number)}: {reason}", indent="    ")
     for sentence in experiment.left_out:
         say(f"left out: {sentence}", indent="    ")
-    if long := planned.beforehand(experiment):
-        say(long, indent="    ")
-    for sentence in forecast.sentences() if forecast else [planned.time_of(experiment, directory, adoptee(asked))]:
+    long = planned.beforehand(experiment)
+    for sentence in [*([long] if long else []), *how_long]:
         say(sentence, indent="    ")
     if designs and len(designs.found) > 1:
         _say_designs(designs)
-    if within is not None and sitting is not None:
-        say(sitting.sentence(within, forecast.machine.on if forecast else ", one at a time"), indent="    ")
-    if slow := slow_on_a_cpu(experiment.trials, asked):
-        say(f"warning: {slow}", indent="    ")
-    if refused:
-        raise ValueError(f"no plan to run: {refused}{least}")
 
 
 def _say_designs(designs: "Proposals") -> None:
@@ -138,8 +155,9 @@ def _say_designs(designs: "Proposals") -> None:
             print(f"    {command}")
 
 
-def _undivided(trials: "Sequence[Trial]") -> dict[str, str]:
+def _undivided(experiment: "Experiment") -> dict[str, str]:
     """Return {id: why} of trials whose step cannot be divided over their ranks; some modes need torch to answer."""
+    trials = [trial for trial in experiment.trials if "parallel" in trial.problem]
     if not trials:
         return {}
     from te_bench.experiments.problems import is_step

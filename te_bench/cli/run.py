@@ -94,8 +94,9 @@ def run(
         if long := planned.beforehand(experiment):
             say(long, indent="    ")
         if refused and not underpowered:
-            others = "; te-bench plan with the same options names designs that conclude" if asked.budget_s else ""
-            raise ValueError(refused + others)
+            designs = planned.proposals(suite, only, asked, out=out, directory=directory, timings=timings, gpus=gpus)
+            others = "; te-bench plan with the same options names designs that conclude"
+            raise ValueError(refused + (others if on is None and designs and designs.found else ""))
         if slow := slow_on_a_cpu(experiment.trials, asked):
             warn(f"warning: {slow}")
         by_table = planned.by_table(experiment)

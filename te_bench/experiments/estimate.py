@@ -3,13 +3,14 @@
 Records of the same trial, where a run has them, say it better.
 """
 
+import re
+from collections.abc import Collection
+
 from te_bench.experiments.adoption import Adoptee
 from te_bench.experiments.problems import StepProblem, TrainingProblem, is_step
 from te_bench.experiments.spec import Trial
 from te_bench.models import cost
 from te_bench.models.configs import configs
-
-BY = "estimated for an H200, by published records of like trials and the FLOP of a step"
 
 #: Seconds of a trial, eager or with a CUDA graph: for any mode and model; for any model; for each TFLOP of its steps.
 #: tests/test_published.py holds them to the records of results/.
@@ -21,13 +22,33 @@ SECONDS = {
     "layer": (0.0, 6.0, 0.0),  # layer, layer-fused, mlp
     "attention": (0.0, 5.0, 0.0),  # attention, attention-gqa
     "ceilings": (0.0, 9.0, 0.0),  # speed
-    # Other operators alone have no records; their trials are timed as attention's.
-    **dict.fromkeys(("attention_numerics", "gemm", "linear", "linear_cross_entropy", "piece"), (0.0, 5.0, 0.0)),
 }
+#: Operators alone without records; their trials are timed as attention's.
+GUESSED = ("attention_numerics", "gemm", "linear", "linear_cross_entropy", "piece")
+SECONDS |= dict.fromkeys(GUESSED, SECONDS["attention"])
 #: Times as long under torch.compile, by precision: the records of "train_step".
 COMPILED = {"fp8": 4.9, "bf16": 2.3}
 #: Times as long as bf16's a step of an emulated format takes: results/h200/speed-emulated. Steps in FP8: 0.8 to 1.2.
 EMULATED = {"mxfp8": 1.23, "nvfp4": 1.63}
+
+
+def by(trials: Collection[Trial]) -> str:
+    """Return for which GPU the trials' seconds are estimated, and by what."""
+    workloads = {trial.workload for trial in trials}
+    guessed, recorded = workloads & set(GUESSED), workloads - set(GUESSED)
+    how = []
+    if recorded:
+        flop = " and the FLOP of a step" if any(SECONDS[workload][2] for workload in recorded) else ""
+        how.append(f"by published records of like trials{flop}")
+    if guessed:
+        of = f" for {', '.join(sorted(guessed)).replace('_', ' ')}" if recorded else ""
+        how.append(f"a guess{of}: as attention's")
+    return f"estimated for an H200, {'; '.join(how)}"
+
+
+def holds_for(chip: str | None) -> bool:
+    """Return whether an H200's times serve for the GPU: for an H200, an H100, and one that is not known."""
+    return chip is None or re.search(r"\bH[12]00\b", chip) is not None
 
 
 def step_flop(trial: Trial, own: Adoptee | None = None) -> float | None:

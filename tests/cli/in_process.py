@@ -51,11 +51,11 @@ class Command:
         return Done(code if isinstance(code, int) else 0, *self.capsys.readouterr())
 
 
-def gpus(monkeypatch: pytest.MonkeyPatch, number: int = 2, *, cuda: str | None = "13.0") -> None:
+def gpus(
+    monkeypatch: pytest.MonkeyPatch, number: int = 2, *, cuda: str | None = "13.0", name: str = "NVIDIA H200"
+) -> None:
     """A machine with so many GPUs, and a torch built for this CUDA."""
-    found = [
-        {"index": i, "name": "NVIDIA H200", "uuid": f"GPU-{'abcdef'[i]}", "driver": "580.1"} for i in range(number)
-    ]
+    found = [{"index": i, "name": name, "uuid": f"GPU-{'abcdef'[i]}", "driver": "580.1"} for i in range(number)]
     monkeypatch.setattr(environment, "nvidia_gpus", lambda: found)
     monkeypatch.setattr(environment, "_torch_build", lambda: {"version": "2.13.0", "cuda": cuda})
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -21,6 +21,7 @@ from te_bench.cli import budget
 from te_bench.experiments import environment, plan, runner
 from te_bench.experiments.spec import Options, Record, Trial
 from te_bench.experiments.store import JOURNAL, PACKED, Store, load
+from te_bench.reports.convergence.planning import duration
 
 STEPS, BESIDE_S = 40, 4.0
 STEP_S = {None: 0.1, "delayed_scaling": 0.2, "float8_current_scaling": 0.3}
@@ -570,6 +571,40 @@ def test_a_budget_of_a_gpu_s_training_needs_no_pilot_for_its_time(command, monke
         assert (done.code, "no record says how long a seed takes" in done.err) == (2, True)
         done = command(*asked, "--model", "gpt2-xl", "--design", design, "--budget", "7h")
         assert (done.code, f"a verdict needs {fewest}" in done.err) == (2, True), done.err
+
+
+@pytest.mark.parametrize(
+    ("chip", "estimated"),
+    [("NVIDIA H100 80GB HBM3", True), ("NVIDIA A100-SXM4-80GB", False), ("NVIDIA B200", False)],
+)
+def test_a_gpu_other_than_a_hopper_takes_a_pilot(chip, estimated, command, monkeypatch, tmp_path):
+    """Whether it is in this machine, or in the records of a pilot that timed some of the configurations."""
+    gpt2 = ("plan", "convergence", "--device", "cuda", "--data", "random", "--preset", "gpt2")
+    control = trials(device="cuda", preset="gpt2", recipes=None, steps=2035)[0]
+    write(tmp_path / "pilot", [ended(control)], chip=chip)
+    for here, more in ((1, ()), (0, ("--pilot", tmp_path / "pilot"))):
+        gpus(monkeypatch, here, name=chip)
+        assert ("time: about" in command(*gpt2, *more).out) == estimated
+        done = command(*gpt2, *more, "--budget", "9h")
+        assert (done.code, "Run a pilot" in done.err) == ((0, False) if estimated else (2, True)), done.err
+
+
+def test_what_a_budget_proposes_keeps_the_pilots_that_time_it(command, monkeypatch, pilot, tmp_path):
+    """Two folders, of which the second has what the first lacks; on two cores the time that passes is said, too."""
+    first = write(tmp_path / "a pilot", [ended(trial) for trial in trials()[:1]])
+    monkeypatch.setattr(runner, "at_once", lambda trials, cores: 2)
+    asked = ("--pilot", first, "--pilot", pilot, "--budget")
+    found = [one for minutes in (4, 7) for one in planned(command, *asked, f"{minutes}min")["designs"]]
+    assert {one["asked"] for one in found} == {False, True}  # a branch, and the whole training
+    for one in found:
+        words = shlex.split(one["command"])[2:]
+        plan = json.loads(command("plan", *words, "--json").out)
+        assert (plan["judgement"]["seeds"], len(plan["trials"])) == (one["rounds"], one["runs"])
+        assert plan["estimate"]["elapsed_s"] == pytest.approx(one["seconds"] / 2)
+    said = plainly(command("plan", *CONVERGENCE, *asked, "4min").out)
+    assert "does not conclude within 4 min on 2 cores. These do" in said
+    cost, elapsed = f"{found[0]['seconds'] / 60:.3g} CPU minutes", duration(found[0]["seconds"] / 2)
+    assert f"runs, {cost}, {elapsed} on 2 cores, power" in said
 
 
 def test_a_plan_by_a_pilot_of_pairs_says_which_design_takes_fewer_runs(command: Command, tmp_path: Path) -> None:

@@ -264,9 +264,6 @@ def test_a_plan_says_how_long_its_trials_took_before(command: Command, tmp_path:
     """A record of the same configuration tells of every seed; without one a GPU's are estimated by published ones."""
     asked = ("plan", "speed", "--device", "cpu", "--model", "tiny", "--only", "*/flash/bf16/*", "--out", "run")
     assert "time: not known, because none of these trials has run in run;" in " ".join(command(*asked).out.split())
-    on_a_gpu = " ".join(command("plan", "attention", "--device", "cuda", "--only", "*/cudnn/*").out.split())
-    estimated = "one at a time, estimated for an H200, by published records of like trials and the FLOP of a step"
-    assert re.search(rf"time: about \d+ \w+, {estimated}", on_a_gpu)
     trials = json.loads(command(*asked, "--seeds", 2, "--json").out)["trials"]
     planned = [Trial.from_json({key: one[key] for key in one.keys() - {"id", "name"}}) for one in trials]
     first = replace(journals.record(planned[0]), wall_s=70.0)
@@ -280,6 +277,22 @@ def test_a_plan_says_how_long_its_trials_took_before(command: Command, tmp_path:
     said = " ".join(command(*asked, "--seeds", 2).out.split())
     seconds = sum(statistics.median([70, 10]) if one in one_cell else 10 for one in planned)
     assert f"time: about {duration(seconds)}, one at a time, as long as they took in run" in said
+
+
+@pytest.mark.parametrize(
+    ("suite", "how"),
+    [
+        ("speed", "by published records of like trials and the FLOP of a step"),
+        ("layer", "by published records of like trials"),
+        ("attention", "by published records of like trials; a guess for attention numerics: as attention's"),
+        *((suite, "a guess: as attention's") for suite in ("gemms", "heads", "pieces")),
+    ],
+)
+def test_a_plan_says_by_what_a_gpu_s_time_is_estimated_and_calls_a_guess_one(
+    command: Command, suite: str, how: str
+) -> None:
+    [told] = re.findall(r"time: about \d+ min, (.*)", " ".join(command("plan", suite, "--device", "cuda").out.split()))
+    assert told == f"one at a time, estimated for an H200, {how}"
 
 
 def test_what_nobody_foresaw_is_no_verdict(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

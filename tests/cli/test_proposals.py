@@ -48,8 +48,22 @@ def test_the_proposed_commands_conclude_within_the_budget_as_is_said(command: Co
         recipes = {t["id"] for t in plan["trials"] if t["problem"]["arm"] == "recipe" and not t["seed"]}
         assert one["recipes"] == (FIRST if len(recipes) == 1 else f"7 recipes, {FIRST} first")
         assert ("nothing of the 6 other recipes" in one["shows"]) == (len(recipes) == 1)
+        _says_what_the_others_have(one, plan)
         branch = any("branch_at" in trial["problem"] for trial in plan["trials"])
         assert ("of FP8 before" in one["shows"]) == ("(from step 1,200 of 2,035)" in one["shows"]) == branch
+
+
+def _says_what_the_others_have(one: dict[str, Any], plan: dict[str, Any]) -> None:
+    """Six recipes pass only where the first and A/A do, and at the sixth of alpha."""
+    others = one["power_of_others"]
+    if one["recipes"] == FIRST:
+        assert (others, "whether it trains" in one["shows"]) == (None, True)
+        return
+    assert others < min(one["power"][0], plan["conclusion"]["hardest"]["power"])
+    assert "whether the first trains like bf16" in one["shows"]
+    assert (
+        f"the 6 others pass only where it does, the hardest with a power of {others:.0%} at a gap of 0" in one["shows"]
+    )
 
 
 def test_a_budget_too_small_for_all_recipes_names_one_alone_and_branches(command: Command) -> None:
@@ -71,7 +85,15 @@ def test_the_page_has_the_designs_of_today(command: Command) -> None:
         row.split("|")[2:-1] for row in re.findall(r"^\| (?:the first recipe|all seven), .* seeds \|.*$", page, re.M)
     ]
     found = designs(command, "--budget", "2h")
-    told = [[one["runs"], f"{one['seconds'] / 3600:.1f}", *(f"{share:.0%}" for share in one["power"])] for one in found]
+    told = [
+        [
+            one["runs"],
+            f"{one['seconds'] / 3600:.1f}",
+            *(f"{share:.0%}" for share in one["power"]),
+            "-" if one["power_of_others"] is None else f"{one['power_of_others']:.0%}",
+        ]
+        for one in found
+    ]
     assert [[cell.strip().replace(" %", "%") for cell in row] for row in rows] == [
         [str(cell) for cell in row] for row in told
     ]
@@ -131,11 +153,57 @@ def test_what_the_command_line_fixes_stays(command: Command) -> None:
     assert not any("other recipe" in each["shows"] for each in one)
     two = designs(command, "--budget", "90min", "--recipes", "rowwise_scaling,delayed_scaling")
     assert any("--recipes rowwise_scaling " in one["command"] for one in two)
+    [both] = [one for one in two if one["recipes"] not in ("rowwise scaling, fused",)]
+    assert (both["recipes"], "whether each trains" in both["shows"]) == ("2 recipes", True)  # none is judged first
     ending = designs(command, "--budget", "5h", "--recipes", "rowwise_scaling", "--bf16-from", "1730")
     assert not any("--branch-at" in one["command"] for one in ending)
 
 
-def test_a_run_that_is_refused_says_who_knows_other_designs(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("preset", "hours"), [("gpt2", 1000), ("gpt2-short", 54)])
+def test_a_budget_larger_than_any_study_s_is_as_many_seeds_as_a_run_takes(
+    command: Command, preset: str, hours: int
+) -> None:
+    asked = ("plan", *GPT2[:-1], preset, "--budget", f"{hours}h")
+    done = command(*asked)
+    assert (done.code, "What 1000 seeds can conclude" in done.out) == (0, True)
+    [one] = json.loads(command(*asked, "--json").out)["designs"]
+    assert one["rounds"] == 1000
+    assert len(planned(command, one["command"])["trials"]) == one["runs"]
+
+
+def test_a_plan_in_json_says_why_its_run_is_refused(command: Command) -> None:
+    """By power, or because the budget holds no verdict: then it has no trials; JSON is for who asks for it."""
+    for hours, has, reason in ((1, False, "a verdict needs 3 seeds"), (2, True, "with a power of"), (5, True, None)):
+        found = json.loads(command("plan", *GPT2, "--budget", f"{hours}h", "--json").out)
+        assert bool(found["trials"]) == has
+        assert found["refused"] is None if reason is None else reason in found["refused"]
+        assert "{" not in command("plan", *GPT2, "--budget", f"{hours}h").out
+    done = command("plan", *GPT2, "--budget", "20min", "--json")
+    assert (done.code, done.out, "No design concludes in 20 min" in done.err) == (2, "", True)
+
+
+def test_who_plans_a_sitting_is_told_where_other_designs_are_named(command: Command) -> None:
+    done = command("plan", *GPT2, "--budget", "2h", "--within", "10s")
+    assert done.out.endswith("\n--within 10s: te-bench plan with the options of one of these says which trials end\n")
+    [words, *_] = re.findall(r"^ +te-bench run (.*)$", done.out, re.M)
+    assert "--within 10s: no trial that is left ends" in command("plan", *shlex.split(words), "--within", "10s").out
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (("--budget", "2h"), True),
+        (("--budget", "9h", "--seeds", 5), False),
+        (("--budget", "2h", "--only", "*-control-*,*-aa-*,*-broken-*,*/rowwise_scaling/*"), False),
+        (("--budget", "100h", "--design", "pool"), False),
+    ],
+    ids=str,
+)
+def test_a_run_that_is_refused_says_who_names_other_designs_if_it_does(
+    command: Command, monkeypatch: pytest.MonkeyPatch, more: tuple[object, ...], named: bool
+) -> None:
     gpus(monkeypatch, 1)
-    done = command("run", *GPT2, "--budget", "2h")
-    assert (done.code, "te-bench plan with the same options names designs that conclude" in done.err) == (2, True)
+    done = command("run", *GPT2, *more)
+    assert (done.code, "with a power of" in done.err) == (2, True), done.err
+    assert ("te-bench plan with the same options names designs that conclude" in done.err) == named
+    assert bool(json.loads(command("plan", *GPT2, *more, "--json").out).get("designs")) == named

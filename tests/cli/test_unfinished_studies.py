@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from convergence_runs import JUDGEMENT, TRUTH, pool_records, study_records, write_study
 from in_process import Command
-from journals import write
+from journals import environment, write
 
 from te_bench.reports.page import published
 
@@ -135,6 +135,19 @@ def test_a_verdict_says_its_margin_pairs_power_and_cost(command: Command, tmp_pa
     assert said in (run / "report" / "report.md").read_text()
     said = "Margin 0.003 nat; 25 of 40 runs, 0.01 of about 0.0"
     assert said in command("verdict", begun(tmp_path / "begun", TRUTH)).out
+
+
+@pytest.mark.parametrize(("gpu", "known"), [("NVIDIA H200", True), ("NVIDIA B200", False)])
+def test_the_cost_of_runs_that_no_record_times_is_estimated_for_a_hopper_alone(
+    gpu: str, known: bool, command: Command, tmp_path: Path
+) -> None:
+    every, body = study_records(TRUTH, PLANNED), environment("env-h200", gpu)
+    done, planned = [one for one in every if one.trial.precision == "bf16"], [one.trial for one in every]
+    about = {"suite": "convergence", "title": "Convergence", "judgement": {**JUDGEMENT, "seeds": len(PLANNED)}}
+    run = write(tmp_path / "run", done, planned=planned, body=body, **about)
+    said = command("verdict", run).out
+    assert f"{len(done)} of {len(every)} runs, 0.0067 " in said
+    assert ("of about" in said) == known
 
 
 def test_runs_that_share_a_gpu_cost_their_share_of_it(command: Command, tmp_path: Path) -> None:

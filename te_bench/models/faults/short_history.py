@@ -1,7 +1,7 @@
-"""Delayed scaling whose amax history holds the last step alone while every other step is a spike, which saturates anew.
+"""Delayed scaling whose scales are as a one-step history leaves them when every other step is 256 times as large.
 
-Text has no such spikes. So the scales of every other step are SPIKE times too large: one step of history leaves them so
-where a step's tensors are SPIKE times as large as those before.
+Text has no such steps, on which a short history alone would change nothing. So the fault multiplies the scales by SPIKE
+before every other step, which saturates.
 """
 
 from collections.abc import Sequence

@@ -14,11 +14,15 @@ from te_bench.reports.convergence.forecast import fewest_seeds, forecast
 from te_bench.reports.convergence.skewed import FEWEST
 
 
+class BudgetError(ValueError):
+    """--budget gives no number of seeds: it is too small for a verdict, or the time of a seed is unknown."""
+
+
 def seeds_of_budget(one: Experiment, asked: Options, earlier: EarlierRuns, out: Path) -> int:
     """Return how many seeds, or rounds of a pool, fit into --budget; those of the plan if a run has begun.
 
-    Raises ValueError if the budget is too small for a verdict or for --seeds, and if neither a record nor an estimate
-    gives the time of a configuration.
+    Raises BudgetError if the budget is too small for a verdict, or neither a record nor an estimate gives the time of a
+    configuration, and ValueError if it is too small for --seeds.
     """
     machine = earlier.machine
     first = first_judgement(one, earlier.journal)
@@ -27,19 +31,18 @@ def seeds_of_budget(one: Experiment, asked: Options, earlier: EarlierRuns, out: 
     taken, _ = trial_seconds(one.trials, earlier)
     missing = [name for name, time in taken.items() if time is None]
     if missing:
-        raise ValueError(_ask_for_pilot(one, asked, machine, out, missing))
+        raise BudgetError(_ask_for_pilot(one, asked, machine, out, missing))
     if "pool" in one.judgement:
-        takes, unit, fewest = design_of(one, earlier).takes, "rounds", FEWEST
+        takes, unit, fewest, limit = design_of(one, earlier).takes, "rounds", FEWEST, MOST_ROUNDS
     else:
-        takes, unit, fewest = forecast(one, earlier).takes, "seeds", fewest_seeds(one)
+        takes, unit, fewest, limit = forecast(one, earlier).takes, "seeds", fewest_seeds(one), run_options.MOST_SEEDS
     assert takes is not None
     assert asked.budget_s is not None
-    most = takes.within(asked.budget_s * machine.slots)
-    most = min(most, MOST_ROUNDS) if "pool" in one.judgement else most
+    most = min(limit, takes.within(asked.budget_s * machine.slots))
     budget = planning.duration(asked.budget_s)
     if most < fewest:
         least = planning.duration(takes.of(fewest) / machine.slots)
-        raise ValueError(f"--budget {budget}: a verdict needs {fewest} {unit}, which take about {least}{machine.on}")
+        raise BudgetError(f"--budget {budget}: a verdict needs {fewest} {unit}, which take about {least}{machine.on}")
     if asked.seeds is not None and asked.seeds > most:
         needed = planning.duration(takes.of(asked.seeds) / machine.slots)
         raise ValueError(
@@ -71,11 +74,12 @@ def _ask_for_pilot(one: Experiment, asked: Options, machine: Machine, out: Path,
     )
 
 
-def command(suite: str, asked: Options, machine: Machine) -> list[str]:
-    """Return the words of the command that runs the suite as asked, but for --seeds and --out."""
+def command(suite: str, asked: Options, machine: Machine, pilots: Sequence[Path] = ()) -> list[str]:
+    """Return the words of the command that runs the suite as asked, but for --seeds and --out; pilots: of --pilot."""
     words = ["te-bench", "run", suite, "--device", asked.device]
     words += [] if machine.asked is None else ["--gpus", machine.asked]
     words += run_options.words(asked)
     for model, data in asked.data.items():
         words += ["--data", f"{model}={data}" if model else data]
-    return words + ([] if asked.cache is None else ["--cache", str(asked.cache)])
+    words += [] if asked.cache is None else ["--cache", str(asked.cache)]
+    return words + [word for folder in pilots for word in ("--pilot", str(folder))]

@@ -323,8 +323,13 @@ def design_of(experiment: Experiment, earlier: EarlierRuns) -> Design:
 
 
 def trial_seconds(trials: Sequence[Trial], earlier: EarlierRuns) -> tuple[dict[str, float | None], str | None]:
-    """Return {Trial.name: seconds}, by records or else estimated, and a sentence about the estimated ones."""
+    """Return {Trial.name: seconds}, by records or else estimated, and a sentence about the estimated ones.
+
+    For a known GPU that is no H200 or H100 nothing is estimated.
+    """
     taken = planning.seconds(trials, earlier.records)
+    if not estimate.holds_for(earlier.machine.chip):
+        return taken, None
     new = {trial.name: estimate.seconds(trial) for trial in trials if taken[trial.name] is None}
     if not new or None in new.values():
         return taken, None
@@ -332,7 +337,7 @@ def trial_seconds(trials: Sequence[Trial], earlier: EarlierRuns) -> tuple[dict[s
         len({trial.cell for trial in some}) for some in ([trial for trial in trials if trial.name in new], trials)
     )
     of = "" if unknown == all_ else f"{unknown} of {all_} configurations "
-    return taken | new, of + estimate.BY
+    return taken | new, of + estimate.by([trial for trial in trials if trial.name in new])
 
 
 def _cells(trials: Sequence[Trial]) -> list[Trial]:

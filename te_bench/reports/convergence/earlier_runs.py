@@ -1,5 +1,6 @@
 """Read what earlier runs recorded of a training, on the machine that a run is planned for."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,12 +10,13 @@ from typing import Any
 from te_bench.experiments.spec import Experiment, Record, Scalar
 from te_bench.experiments.store import Journal, Plan, load, written
 from te_bench.reports.analysis.rows import from_journals, trial_of
+from te_bench.reports.convergence import planning
 from te_bench.reports.convergence.study import Study, studies
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The machine to plan for; chip: the name of its GPU or CPU, None for a GPU that is not in this machine."""
+    """The machine to plan for; chip: the name of its GPU or CPU, None for a GPU that is neither here nor in a record."""
 
     device: str
     chip: str | None
@@ -39,6 +41,10 @@ class Machine:
         unit, own = "GPU" if self.device == "cuda" else "CPU", self.device_s(seconds)
         return f"{own / 3600:.3g} {unit} hours" if own >= 3600 else f"{own / 60:.3g} {unit} minutes"
 
+    def elapsed(self, seconds: float) -> str:
+        """Return the time of trials that run side by side, in words to append; "" for one at a time."""
+        return f", {planning.duration(seconds / self.slots)}{self.on}" if self.slots > 1 else ""
+
     def estimate(self, seconds: float | None) -> dict[str, float | None]:
         """Return the device's and the elapsed seconds for so many seconds of trials that run one at a time."""
         device, elapsed = (None if seconds is None else seconds / n for n in (self.share, self.slots))
@@ -53,7 +59,7 @@ class EarlierRuns:
     records: tuple[Record, ...]  # of the machine's chip
     studies: tuple[Study, ...]
     journal: Journal | None  # of the planned run, if it has begun
-    timings: bool = False  # --pilot was given
+    timings: tuple[Path, ...] = ()  # the folders of --pilot
     other_chips: str | None = None  # a sentence with the records' chips, if none is the machine's
 
 
@@ -73,11 +79,11 @@ def read_earlier_runs(out: Path | None, timings: Sequence[Path], machine: Machin
     here = tuple(record for record in records if chips.get(record.environment) == chip)
     others = ", ".join(sorted({str(each) for each in chips.values() if each})) or "no machine"
     return EarlierRuns(
-        machine=machine,
+        machine=dataclasses.replace(machine, chip=chip),
         records=here,
         studies=tuple(study for group in from_journals(journals).groups for study in studies(group)),
         journal=own,
-        timings=bool(timings),
+        timings=tuple(timings),
         other_chips=None if here else f"its records are of {others}, not {chip}",
     )
 

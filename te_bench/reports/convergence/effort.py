@@ -28,7 +28,7 @@ def effort_of(study: Study) -> Effort:
     spent = sum(_on_device(record.trial, record.wall_s) for record in records)
     rest: list[float] = []
     if left:
-        machine = Machine(device=device, chip=None, slots=1)
+        machine = Machine(device=device, chip=study.gpu, slots=1)
         earlier = EarlierRuns(machine=machine, records=records, studies=(), journal=None)
         taken = trial_seconds([row.trial for row in rows], earlier)[0]
         rest = [_on_device(trial, seconds) for trial in left if (seconds := taken[trial.name]) is not None]

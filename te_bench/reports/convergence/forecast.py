@@ -170,6 +170,16 @@ class Forecast:
         shown = (aa * power(seeds, sd, self.margin, gap=share * self.margin, alpha=alpha) for share in GAPS)
         return Option(rounds=seeds, runs=runs, seconds=seconds, power=tuple(shown))
 
+    def power_of_others(self, seeds: int, outlook: Outlook) -> float | None:
+        """Return the power at a true gap of 0 for a recipe judged after the first, at Holm's hardest step; None without one.
+
+        It passes only where the first recipe and A/A do.
+        """
+        both = self.option(seeds, outlook).power
+        if not outlook.primary or outlook.recipes < 2 or both is None:
+            return None
+        return both[0] * power(seeds, outlook.spread.gap_sd_at_most, self.margin, alpha=outlook.hardest.alpha)
+
     def _of_branches(self) -> list[str]:
         """Return lines on branches: what they are, what they prove, and what they leave on the disk."""
         megabytes = 0.0 if self.trunk_bytes is None else self.trunk_bytes / 1e6
@@ -184,9 +194,8 @@ class Forecast:
     def _time(self) -> str:
         if self.seconds is None:
             return "not known; --pilot DIR of a pilot gives it"
-        machine = self.machine
-        elapsed = f", {planning.duration(self.seconds / machine.slots)}{machine.on}" if machine.slots > 1 else ""
-        return f"about {machine.hours(self.seconds)}{elapsed}" + (f" ({self.time_from})" if self.time_from else "")
+        by = f" ({self.time_from})" if self.time_from else ""
+        return f"about {self.machine.hours(self.seconds)}{self.machine.elapsed(self.seconds)}{by}"
 
 
 def forecast(experiment: Experiment, earlier: EarlierRuns) -> Forecast:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from te_bench.experiments.plan import resolve
+from te_bench.experiments.run_options import MOST_SEEDS
 from te_bench.experiments.spec import Experiment, Options, Trial
 from te_bench.reports.analysis.naming import arm_name
 from te_bench.reports.convergence import planning
@@ -28,11 +29,12 @@ class Proposal:
     """A design with a number of seeds."""
 
     recipes: str
-    shows: str
-    alone: bool  # one recipe of several
-    branch: bool  # FP8 from a later step on
+    number: int  # of recipes
+    left_out: int  # recipes of the study as asked that are not in this design
+    scope: str | None  # of branches: the part of training that they judge
     asked: bool  # the command line's own design
     option: Option  # its seeds, cost and power
+    power_of_others: float | None  # of recipes judged after the first: at a gap of 0, at Holm's hardest step
     words: tuple[str, ...]  # of the command that runs it, without --seeds
 
     @property
@@ -44,12 +46,28 @@ class Proposal:
         """The power at the largest of GAPS."""
         return self.option.power[-1] if self.option.power else 0.0
 
+    @property
+    def shows(self) -> str:
+        """What the design shows, and of what it shows nothing."""
+        after = self.power_of_others
+        which = "it" if self.number == 1 else "each" if after is None else "the first"
+        said = f"whether {which} trains like bf16" + (f" {self.scope}" if self.scope else "")
+        if after is not None:
+            others = f"{self.number - 1} others pass" if self.number > 2 else "other passes"
+            hardest = " the hardest" if self.number > 2 else ""
+            said += f"; the {others} only where it does,{hardest} with a power of {after:.0%} at a gap of 0"
+        left = f"{self.left_out} other recipes" if self.left_out > 1 else "other recipe"
+        nothing = [f"of the {left}"] if self.left_out else []
+        nothing += ["of FP8 before"] if self.scope else []
+        return said + (f"; nothing {' or '.join(nothing)}" if nothing else "")
+
     def replaces(self, other: "Proposal") -> bool:
         """Return whether it shows as much as the other design, with about as much power."""
-        return self.alone <= other.alone and self.branch <= other.branch and self.power >= other.power - CLOSE
+        fewer, shorter = self.number < other.number, self.scope is not None and other.scope is None
+        return not fewer and not shorter and self.power >= other.power - CLOSE
 
     def to_json(self) -> dict[str, Any]:
-        told = {key: getattr(self, key) for key in ("recipes", "shows", "asked", "command")}
+        told = {key: getattr(self, key) for key in ("recipes", "shows", "asked", "command", "power_of_others")}
         return {**told, **dataclasses.asdict(self.option)}
 
 
@@ -86,7 +104,9 @@ class Proposals:
         )
         for one in self.found:
             power = ", ".join(f"{share:.0%}" for share in one.option.power or ())
-            cost = f"{one.option.rounds} seeds, {one.option.runs} runs, {self.machine.hours(one.option.seconds or 0.0)}"
+            seconds = one.option.seconds or 0.0
+            takes = f"{self.machine.hours(seconds)}{self.machine.elapsed(seconds)}"
+            cost = f"{one.option.rounds} seeds, {one.option.runs} runs, {takes}"
             yield f"  {one.recipes}: {cost}, power {power}. Shows {one.shows}", one.command
 
     def least_time(self) -> str:
@@ -116,26 +136,28 @@ def search(asked: Options, earlier: EarlierRuns, out: Path | None) -> Proposals 
             continue
         about = forecast(experiment, earlier)
         fewest, takes, outlook = about.needed, about.takes, about.outlook
-        if fewest is None or takes is None or outlook is None:
+        if fewest is None or fewest > MOST_SEEDS or takes is None or outlook is None:
             continue
-        words = command("convergence", options, earlier.machine)
+        words = command("convergence", options, earlier.machine, earlier.timings)
         words += [*(["--only", only] if only else []), *(["--out", str(out)] if out else [])]
         recipes, every = _recipes(experiment), _recipes(one)
         proposal = Proposal(
             recipes=_names(recipes, about.primary),
-            shows=_shows(len(recipes), about.scope, len(every) - len(recipes)),
-            alone=len(recipes) < len(every),
-            branch=about.scope is not None,
+            number=len(recipes),
+            left_out=len(every) - len(recipes),
+            scope=about.scope,
             asked=options == asked and only is None,
             option=about.option(fewest, outlook),
+            power_of_others=about.power_of_others(fewest, outlook) if len(recipes) > 1 else None,
             words=tuple(words),
         )
         least.append(proposal)
-        most = takes.within(asked.budget_s * earlier.machine.slots)
+        most = min(MOST_SEEDS, takes.within(asked.budget_s * earlier.machine.slots))
         if most < fewest:
             continue
         for seeds in range(most if proposal.asked else fewest, most + 1):
-            proposal = dataclasses.replace(proposal, option=about.option(seeds, outlook))
+            after = None if proposal.power_of_others is None else about.power_of_others(seeds, outlook)
+            proposal = dataclasses.replace(proposal, option=about.option(seeds, outlook), power_of_others=after)
             if proposal.power > ENOUGH:
                 break
         if not any(other.replaces(proposal) for other in found):
@@ -176,13 +198,6 @@ def _recipes(experiment: Experiment) -> list[Trial]:
 
 
 def _names(recipes: list[Trial], primary: str | None) -> str:
-    first = primary or arm_name(recipes[0])
-    return first if len(recipes) == 1 else f"{len(recipes)} recipes, {first} first"
-
-
-def _shows(recipes: int, scope: str | None, others: int) -> str:
-    """Say what a design of so many recipes shows, and of what it shows nothing; others: recipes that it leaves out."""
-    nothing = [f"of the {others} other recipes" if others > 1 else "of the other recipe"] if others else []
-    nothing += ["of FP8 before"] if scope else []
-    said = f"whether {'it' if recipes == 1 else 'each'} trains like bf16" + (f" {scope}" if scope else "")
-    return said + (f"; nothing {' or '.join(nothing)}" if nothing else "")
+    if len(recipes) == 1:
+        return arm_name(recipes[0])
+    return f"{len(recipes)} recipes" + (f", {primary} first" if primary else "")

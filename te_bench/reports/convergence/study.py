@@ -171,6 +171,7 @@ class Study:
     notes: tuple[str, ...]
     unjudged: int = 0  # trials of seeds that were added after the first plan
     fewer_bits: bool = False  # judges fewer bits of weights and states against float32, not FP8 against bf16
+    gpu: str | None = None
     again: str = ""  # the command that runs the remaining trials
     broken_off: str | None = None  # why it was given up: it has no verdict
 
@@ -347,6 +348,7 @@ def _study(group: Group, title: str, configurations: Sequence[Configuration]) ->
         broken=next(iter(found["broken"]), None),
         judgement=judgement,
         fewer_bits=fewer_bits,
+        gpu=group.gpu,
         again=_again(group, configurations, plans),
         broken_off=None if group.broken_off is None else printable(group.broken_off).rstrip("."),
         notes=tuple(dict.fromkeys(notes)),

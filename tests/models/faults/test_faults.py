@@ -177,6 +177,9 @@ def test_a_history_too_short_saturates_at_every_spike_and_the_right_one_at_the_f
     assert wrong[1] > 1000
     assert wrong[1::2] == short[1::2]
     assert max(*wrong[2::2], *right[2:]) < 10
+    assert (
+        max(saturated(DelayedScaling(amax_history_len=1), 1)[1:]) < 10
+    )  # of such tensors a short history cuts off nothing
     with torch.no_grad():  # evaluations have no gradients, whose scales stay as they are
         recipe, layer = faults.load("short_history")(DelayedScaling(amax_history_len=16)), Linear(32, 16, device="cpu")
         for _ in range(20):
