@@ -201,7 +201,10 @@ def test_convergence_of_bf16_needs_no_proof_and_of_fp8_names_the_command() -> No
     assert "no whole training compared" in convergence.in_words(asked, fused(), 0.02)
     said = convergence.in_words(asked, fused("delayed_scaling"), 0.02)
     assert "INCONCLUSIVE" in said
-    assert "Explored: after 100 M tokens 0.0063 nat above bf16 with E5M2 gradients, as here, 0.0029 with E4M3's" in said
+    assert (
+        "Explored on four seeds: after 100 M tokens 0.0063 nat above bf16 with E5M2 gradients, as here, 0.0029 with E4M3's"
+        in said
+    )
     command = "te-bench run convergence --preset gpt2-short --model gpt2 --recipes delayed_scaling --seeds 14 --fused"
     assert command in said
     assert "GPU minutes" in said

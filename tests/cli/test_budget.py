@@ -533,7 +533,7 @@ def test_the_presets_of_whole_trainings_follow_their_plan(command: Command, monk
     for preset in ("gpt2", "llama"):
         found = json.loads(command(*asked, preset, "--json").out)
         seeds = found["judgement"]["seeds"]
-        assert found["judged_first"] == "delayed scaling e4m3, fused, FP8 head"
+        assert found["judged_first"] == "delayed scaling E4M3, fused, FP8 head"
         assert found["conclusion"]["cautious"]["power"] >= 0.8
         [planned] = [one for one in found["conclusion"]["options"] if one["rounds"] == seeds]
         both = found["conclusion"]["cautious"]["power"] * found["conclusion"]["aa"]["power"]
@@ -545,7 +545,7 @@ def test_the_presets_of_whole_trainings_follow_their_plan(command: Command, monk
         assert (done.code, "power: not known" in plainly(done.out), "5.86 GPU hours" in done.out) == (0, True, True)
     said = plainly(command(*asked, "gpt2").out)
     assert "sd 0.0017 nat, assumed: that of a gap to two bf16 runs, by GPT-2's 22 runs in results/h200" in said
-    assert "judged first, delayed scaling e4m3, fused, FP8 head (alpha 0.05): power" in said
+    assert "judged first, delayed scaling E4M3, fused, FP8 head (alpha 0.05): power" in said
     assert "the hardest of the other 6 (Holm, alpha 0.00833), which pass only where it does: power" in said
     assert "seeds runs GPU h 0 0.0017 0.0025" in said  # gaps of 0, a third and half of the margin
     [row] = re.findall(r" 12 111 5\.86 ([\d% ]+) \*", said)
@@ -935,7 +935,7 @@ def test_a_run_that_has_begun_is_planned_by_who_is_judged_first_in_its_first_pla
     )
     more = ("--recipes", "rowwise_scaling") if first is None else ()
     found = json.loads(command(*asked, *more, "--json").out)
-    assert found.get("judged_first") == (None if first else "delayed scaling e4m3, fused, FP8 head")
+    assert found.get("judged_first") == (None if first else "delayed scaling E4M3, fused, FP8 head")
     assert found["conclusion"]["primary"] == (first is None)
     assert found["conclusion"]["recipes"] == 7
     assert "primary" not in command(*asked, *more).out

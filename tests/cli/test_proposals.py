@@ -10,7 +10,7 @@ import pytest
 from in_process import Command, gpus
 
 GPT2 = ("convergence", "--device", "cuda", "--data", "random", "--preset", "gpt2")
-FIRST = "delayed scaling e4m3, fused, FP8 head"
+FIRST = "delayed scaling E4M3, fused, FP8 head"
 
 
 @pytest.fixture(autouse=True)

@@ -59,6 +59,7 @@ HEADS = {None: "all logits", "chunked": "chunked head", "fp8": "FP8 head"}
 _LAYERS = {"te_basic": "te.Linear", "te_fused": "te.LayerNormMLP", "te_layer": "te.TransformerLayer"}
 _PEERS = {"torchao": "torchao", "transformer_engine": "Transformer Engine"}
 _BLOCK_FORMATS = {"mxfp8": "MXFP8", "nvfp4": "NVFP4"}
+_OF_RECIPES = {**_BLOCK_FORMATS, "e4m3": "E4M3", "dpa": "with FP8 attention"}
 
 
 def count_trials(number: int) -> str:
@@ -144,7 +145,7 @@ def attention_name(attention: str) -> str:
 def recipe_name(recipe: str | None) -> str:
     """Return a recipe in words: delayed scaling, current scaling; "" for bf16."""
     words = (recipe or "").removeprefix("float8_").split("_")
-    return printable(" ".join(_BLOCK_FORMATS.get(word, word) for word in words))
+    return printable(" ".join(_OF_RECIPES.get(word, word) for word in words))
 
 
 def specification(trial: Trial) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import te_bench.models as te
 from te_bench.kernels.gemm import block_formats as gemms
+from te_bench.kernels.gemm import block_scaled
 from te_bench.kernels.quantize import Operand
 from te_bench.models import decoder, recipe
 from te_bench.models.configs import configs
@@ -184,6 +185,8 @@ def test_transformer_engine_s_questions_say_where_it_is_emulated(monkeypatch: py
             f"te.recipe.{name}BlockScaling() has its numbers on any device, by bf16 GEMMs",
         )
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(block_scaled, "supported", lambda device: device.index == 0)  # its products are right
         assert available(return_reason=True) == (True, "")
 
 
