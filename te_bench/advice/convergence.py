@@ -53,8 +53,8 @@ def _explored(choice: Choice) -> str:
         return ""
     e5m2, e4m3 = (f"{gap:g}" for gap in published.EXPLORED.values())
     return (
-        f". Explored on four seeds: after 100 M tokens {e5m2} nat above bf16 with E5M2 gradients, as here, {e4m3} with E4M3's "
-        "(fp8_format=recipe.Format.E4M3)"
+        f". Explored on four seeds: after 100 M tokens {e5m2} nat above bf16 with E5M2 gradients, as here, {e4m3} with "
+        "E4M3's (fp8_format=recipe.Format.E4M3)"
     )
 
 
