@@ -77,6 +77,7 @@ def test_a_budget_too_small_for_all_recipes_names_one_alone_and_branches(command
     assert f"te-bench run convergence --device cuda --preset gpt2 --data random {alone}" in done.out
     assert "7 seeds, 69 runs, 1.97 GPU hours, power 85%" in said
     assert "--preset gpt2 --branch-at 1200 --data random --seeds 7\n" in done.out
+    assert done.out.rstrip().endswith("and teach a model nothing: run with --data text:FILE.")
 
 
 def test_the_page_has_the_designs_of_today(command: Command) -> None:

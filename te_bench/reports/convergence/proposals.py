@@ -80,6 +80,7 @@ class Proposals:
     machine: Machine
     found: tuple[Proposal, ...]
     least: Proposal
+    untaught: bool  # the data are random tokens, which teach no model
 
     @property
     def instead(self) -> bool:
@@ -108,6 +109,8 @@ class Proposals:
             takes = f"{self.machine.hours(seconds)}{self.machine.elapsed(seconds)}"
             cost = f"{one.option.rounds} seeds, {one.option.runs} runs, {takes}"
             yield f"  {one.recipes}: {cost}, power {power}. Shows {one.shows}", one.command
+        if self.untaught:
+            yield "Random tokens suffice for a plan, and teach a model nothing: run with --data text:FILE.", ""
 
     def least_time(self) -> str:
         """Return the end of a refusal: the least time in which a design concludes; "" if one does in the budget."""
@@ -170,6 +173,7 @@ def search(asked: Options, earlier: EarlierRuns, out: Path | None) -> Proposals 
         machine=earlier.machine,
         found=tuple(sorted(found, key=lambda one: -one.power)),
         least=min(least, key=lambda one: one.option.seconds or 0.0),
+        untaught="random" in asked.data.values(),
     )
 
 
