@@ -100,6 +100,26 @@ def test_a_look_that_decides_shows_what_it_decided_and_nothing_else(command: Com
     assert "hidden ±" in rows["| rowwise scaling"]
 
 
+def test_a_recipe_that_is_not_done_has_no_verdict_where_the_rest_is(command: Command, results: Path) -> None:
+    run = results / "h200" / "study"
+    every = study_records(TRUTH, PLANNED, sd=0.0004)
+    done = [one for one in every if one.trial.recipe != "rowwise_scaling" or one.trial.seed < 4]
+    judgement = {**JUDGEMENT, "seeds": len(PLANNED)}
+    planned = [one.trial for one in every]
+    write(run, done, planned=planned, suite="convergence", title="Convergence", judgement=judgement)
+    rows = [line.split() for line in command("verdict", run).out.splitlines()]
+    assert ["rowwise", "scaling", "not", "finished"] in [row[:4] for row in rows]
+    assert ["delayed", "scaling", "EQUIVALENT"] in [row[:3] for row in rows]
+
+
+def test_an_unfinished_arm_is_not_tested_for_divergence(command: Command, results: Path) -> None:
+    run = begun(results / "h200" / "study", TRUTH)
+    assert command("report", run).code == 0
+    page = (run / "report" / "report.md").read_text()
+    assert "| delayed scaling | 0 of 5 |" in page
+    assert "p against bf16" not in page
+
+
 def test_a_study_that_is_given_up_shows_its_gaps_and_never_has_a_verdict(command: Command, results: Path) -> None:
     run = begun(results / "h200" / "study", APART)
     assert command("verdict", run, "--break-off", " ").code == 2

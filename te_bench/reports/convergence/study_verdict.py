@@ -64,7 +64,7 @@ class StudyVerdict:
 
     def label(self, finding: ArmVerdict) -> str:
         """Return the verdict as shown in tables."""
-        if finding.missing and (self.unfinished or self.study.broken_off):
+        if finding.hidden or (finding.missing and (self.unfinished or self.study.broken_off)):
             return "not finished"
         return f"{finding.verdict}{' (void)' if self.void and finding in self.recipes else ''}"
 

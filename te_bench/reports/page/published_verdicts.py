@@ -103,7 +103,10 @@ def _said(rows: Sequence[_Row]) -> str:
     what = f"**{training(of.found.study)}, margin {of.found.margin:g} nat, {hours(of.cost)}.**"
     if of.found.unfinished:
         return f"{what} Not finished: {of.runs} runs"
-    verdicts = [f"{row.label} with {row.pairs} pairs, power {powers(row.findings)}: {row.names}" for row in rows]
+    verdicts = [
+        f"{row.label}{f' with {row.pairs} pairs, power {powers(row.findings)}' if row.pairs else ''}: {row.names}"
+        for row in rows
+    ]
     return f"{what} {'. '.join(verdicts)}"
 
 

@@ -50,7 +50,7 @@ def _signed(value: float | None) -> str:
 
 def stability(found: StudyVerdict) -> Table | None:
     """Return the table of divergences and spikes by configuration."""
-    compared = [verdict.arm for verdict in found.findings]
+    compared = [verdict.arm for verdict in found.findings if not verdict.hidden]
     shown = [_stability(arm, found.study.control if arm in compared else None) for arm in found.study.arms]
     note = (
         "Diverged: not finite, or a median of the loss 0.5 above its minimum that did not come back. Rate below: "
