@@ -49,6 +49,17 @@ class Shape:
         return (self.heads + 2 * self.groups) * self.head_dim
 
     @property
+    def products(self) -> tuple[tuple[int, int], ...]:
+        """Features into and out of a layer's GEMMs: qkv, proj, up (with gate), down."""
+        up = self.ffn * (2 if self.gated else 1)
+        return (
+            (self.hidden, self.qkv),
+            (self.heads * self.head_dim, self.hidden),
+            (self.hidden, up),
+            (self.ffn, self.hidden),
+        )
+
+    @property
     def weights(self) -> int:
         """Elements of a layer's matrices."""
         attention = self.hidden * (self.qkv + self.heads * self.head_dim)

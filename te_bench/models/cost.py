@@ -182,11 +182,9 @@ def memory(
 
 def _scales(s: Shape, n: int, granularity: str) -> tuple[int, int]:
     """Return the bytes of scales that the backward pass reads: of a layer's inputs (n tokens), and of its weights."""
-    attended, up = s.heads * s.head_dim, s.ffn * (2 if s.gated else 1)
-    products = ((s.hidden, s.qkv), (attended, s.hidden), (s.hidden, up), (s.ffn, s.hidden))
     if granularity == "tensor" or granularity in IN_BF16:
         return 0, 0
     if granularity == "row":
-        return (4 * sum(read for read, _ in products),) * 2
-    blocks = sum(-(-read // BLOCK) * -(-made // BLOCK) for read, made in products)
-    return 4 * -(-n // BLOCK) * sum(read for read, _ in products), 4 * blocks
+        return (4 * sum(read for read, _ in s.products),) * 2
+    blocks = sum(-(-read // BLOCK) * -(-made // BLOCK) for read, made in s.products)
+    return 4 * -(-n // BLOCK) * sum(read for read, _ in s.products), 4 * blocks

@@ -57,13 +57,10 @@ def experiment(options: Options) -> Experiment:
 
 def _problems(model: str, rows: int) -> list[Settings]:
     """Return each product once: of a Linear with its weight, and its two gradients."""
-    shape = configs()[model].shape
-    attended, up = shape.heads * shape.head_dim, shape.ffn * (2 if shape.gated else 1)
-    linears = ((shape.qkv, shape.hidden), (shape.hidden, attended), (up, shape.hidden), (shape.hidden, shape.ffn))
     words = [
         f"{m},{n},{k}{asked}"
         for forward, of_x, of_weight in WAYS.values()
-        for out, into in linears
+        for into, out in configs()[model].shape.products
         for m, n, k, asked in ((rows, out, into, forward), (rows, into, out, of_x), (out, into, rows, of_weight))
         if asked is not None
     ]
