@@ -58,7 +58,10 @@ class Curve:
         self.elapsed, self.mark, self.last_eval_s = 0.0, time.perf_counter(), 0.0
         self.plan = windows.plan_of(trial, corpus)
         self.fed = windows.Fed(trial, self.plan, first)
-        self.foretold = (-1, 0.0)  # a step, and the loss that it has to find
+        self.foretold: tuple[int, training_step.Foretold | None] = (
+            -1,
+            None,
+        )  # a step, and the loss that it has to find
         self.windows = data.windows(corpus, p.block, max_tokens=p.eval_tokens)
         early = (p.early_eval_tokens or 0) // p.block
         self.early_every = max(1, self.windows // early) if early else 1

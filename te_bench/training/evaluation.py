@@ -63,15 +63,21 @@ class LastWord:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], precision: str, *, quantized: bool = True
+    model: nn.Module,
+    batches: Iterator[tuple[Tensor, Tensor]],
+    precision: str,
+    *,
+    quantized: bool = True,
+    as_trained: bool = False,
 ) -> float:
     """Return the mean loss in nats over every token of `batches`, without dropout; each batch counts by its tokens.
 
-    quantized=False switches the FP8 recipe off, so that the model computes in `precision` alone.
+    quantized=False switches the FP8 recipe off, so that the model computes in `precision` alone. as_trained=True leaves
+    the model in its mode: with the head that it trains with, and with dropout.
     """
     device = next(model.parameters()).device
     total, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
-    with _in_eval_mode(model):
+    with contextlib.nullcontext() if as_trained else _in_eval_mode(model):
         for x, y in batches:
             with autocast(device, precision), fp8_autocast(model, quantized):
                 total += model(x, y).double() * y.numel()

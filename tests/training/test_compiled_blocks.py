@@ -163,7 +163,9 @@ def test_on_a_gpu_attention_keeps_its_fast_kernel_and_the_step_its_losses() -> N
         TrainStep(Padded(llama(2, **sizes)).cuda(), Optim(learning_rate=1e-3), precision="bf16", mode=mode)
         for mode in ("eager", "compile-blocks")
     )
-    assert losses(step, tokens) == pytest.approx(losses(eager, tokens), rel=2e-3)
+    found, expected = losses(step, tokens), losses(eager, tokens)
+    assert found[:2] == pytest.approx(expected[:2], rel=2e-3)
+    assert found == pytest.approx(expected, rel=1e-2)  # AdamW's first updates are signs, which rounding flips
     ran = attention.seen("cuda", profiling.kernels_seen(lambda: step(tokens, tokens), "cuda").names)
     assert {"flash", "cudnn"} & set(ran)
     assert "mem_efficient" not in ran

@@ -7,7 +7,6 @@ several ranks world, parallel, backend and, of a step that no graph replays, its
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -50,7 +49,7 @@ def measured(trial: Trial, context: Context, more: More = lambda *_: {}) -> Meas
     if step.parallel.world > 1:  # the check's references began again with one process's seed
         torch.manual_seed(step.parallel.seed(trial.seed))
     asked = context.check and step.parallel is SINGLE
-    told = training_step.foretold(trial, step, lambda: batches[0]) if asked else math.nan
+    told = training_step.foretold(trial, step, lambda: batches[0]) if asked else None
     losses: list[Tensor] = []
 
     def next_step() -> None:
@@ -81,7 +80,7 @@ def measured(trial: Trial, context: Context, more: More = lambda *_: {}) -> Meas
     joules = energy.sample(next_step, trial.device, latency, step.parallel)
     work = {**measurement.work, **profile, **read, **numerics, **sent}
     measurement = dataclasses.replace(measurement, work=work, samples={**measurement.samples, **joules})
-    if not math.isnan(told):
+    if told is not None:
         told = training_step.foretold(trial, step, lambda: batches[len(losses) % BATCHES])
         next_step()
         training_step.require_foretold(len(losses) - 1, losses[-1].item(), told)

@@ -16,6 +16,7 @@ from te_bench.experiments.workloads import train_step
 from te_bench.kernels import adamw
 from te_bench.kernels.adamw.backends import reference
 from te_bench.training import step as steps
+from te_bench.training.evaluation import evaluate
 from te_bench.training.step import TrainStep
 
 pytestmark = pytest.mark.usefixtures("one_thread", "plain_heads")
@@ -247,9 +248,31 @@ def test_an_honest_step_on_a_gpu_is_far_within_the_limits(recipe, problem, mode)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["eager", "compile", "cudagraph"])
-@pytest.mark.parametrize("recipe", [None, "delayed_scaling_e4m3", "float8_current_scaling"])
-def test_an_honest_step_on_a_gpu_does_as_it_was_foretold(recipe, mode):
+@pytest.mark.parametrize(
+    ("recipe", "head"),
+    [
+        (None, "chunked"),
+        ("delayed_scaling_e4m3", "chunked"),
+        ("delayed_scaling_e4m3", "fp8"),
+        ("float8_current_scaling", "chunked"),
+    ],
+)
+def test_an_honest_step_on_a_gpu_does_as_it_was_foretold(recipe, head, mode):
     sizes = {"model": "gpt2", "layers": 2, "batch": 4, "block": 256, "vocab": 50257, "padded_vocab": 50304}
-    problem = {**sizes, "head": "chunked", "optimizer": "triton", "blocks": "fused"}
+    problem = {**sizes, "head": head, "optimizer": "triton", "blocks": "fused"}
     trial = dataclasses.replace(a_trial(recipe, **problem), device="cuda", mode=mode)
     assert train_step.run(trial, Context()).samples["latency_s"]
+
+
+def test_the_loss_is_foretold_by_the_head_that_trains():
+    """An FP8 head finds another loss than the bf16 head of evaluations."""
+    trial = a_trial("delayed_scaling_e4m3", **{**FUSED, "head": "fp8"})
+    batch = train_step.random_batches(trial)[0]
+    step = trial_model.step_of(trial)
+    for _ in range(20):
+        step(*batch)
+    told, other = training_step.foretold(trial, step, lambda: batch), evaluate(step.model, iter([batch]), "fp8")
+    found = step(*batch).item()
+    assert told is not None
+    assert abs(found - told.loss) < told.limit < 2e-2 * found
+    assert abs(found - told.loss) < abs(found - other)

@@ -225,7 +225,7 @@ def test_both_evaluations_are_there_and_only_the_native_one_is_fp8(trial: Any, c
 
 def one_precision(patch: pytest.MonkeyPatch) -> None:
     right = curve.evaluate
-    patch.setattr(curve, "evaluate", lambda *given, quantized=True: right(*given, quantized=False))
+    patch.setattr(curve, "evaluate", lambda *given, quantized=True, **more: right(*given, quantized=False, **more))
 
 
 def dropout_left_on(patch: pytest.MonkeyPatch) -> None:
