@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from convergence_runs import JUDGEMENT, TRUTH, pool_records, study_records, write_study
 from in_process import Command
-from journals import environment, write
+from journals import environment, only_group, write
 
-from te_bench.reports.page import published
+from te_bench.reports.page import published, tables
 
 APART = {**TRUTH, "aa": 0.011, "delayed_scaling": 0.007, "rowwise_scaling": -0.013, "broken": 0.09}
 PLANNED = range(8)
@@ -187,6 +187,33 @@ def test_show_offers_a_study_s_verdict_and_begins_with_it(command: Command, tmp_
     fastest = command("show", run, "fastest").out
     assert fastest.startswith("tokens a second of a training")
     assert "Nothing was timed" not in fastest
+
+
+def test_a_verdict_stands_once_its_own_runs_are_done_whatever_else_is_to_go(command: Command, tmp_path: Path) -> None:
+    """A/A and the fault are done as well; what is undecided says how far it is above bf16, and what more would cost."""
+    truth = {**TRUTH, "delayed_scaling": 0.0025}
+
+    def said(aa: float) -> tuple[str, str]:
+        every = study_records({**truth, "aa": aa}, sd=0.0006)
+        done = [one for one in every if one.trial.recipe != "rowwise_scaling"]
+        planned = [one.trial for one in every]
+        run = write(tmp_path / str(aa), done, planned=planned, suite="convergence", title="S", judgement=JUDGEMENT)
+        found = command("verdict", run)
+        assert found.code == 4
+        [reasons] = tables.tables_of(only_group(run), "verdict_reasons")
+        return " ".join(found.out.split()), str([value.text for value in reasons.rows[0]])
+
+    out, why = said(0.0)
+    assert re.match(
+        r"INCONCLUSIVE: delayed scaling \(gap \+0\.00\d+, 90 % interval \[\+0\.\d+, \+0\.\d+\]; at least \d+ seeds "
+        r"needed\) ends above bf16, perhaps by more than 0\.003 nat\. Unfinished: 5 of 25 trials to go\. Go on: te-bench",
+        out,
+    )
+    assert "'INCONCLUSIVE'" in why
+    assert "(void)" not in out
+    out, why = said(0.05)  # A/A is far from bf16
+    assert out.startswith("Unfinished: 5 of 25 trials to go.")
+    assert "'INCONCLUSIVE (void)'" in why
 
 
 def test_published_verdicts_say_margin_pairs_power_and_cost(command: Command, results: Path, tmp_path: Path) -> None:
