@@ -206,7 +206,7 @@ def test_convergence_of_bf16_needs_no_proof_and_of_fp8_names_the_command() -> No
         "GPT-2 124M with an FP8 head, 100 M tokens: 0.0060 [0.0043, 0.0083] nat above bf16, INCONCLUSIVE within 0.005; "
         in said
     )
-    assert "it comes to bf16's loss 1.25× [1.01, 1.55] as fast (results/h200/convergence-gpt2)" in said
+    assert "it reaches bf16's loss 1.25× [1.01, 1.55] as fast, we estimate (results/h200/convergence-gpt2)" in said
     command = "te-bench run convergence --preset gpt2-short --model gpt2 --recipes delayed_scaling --seeds 14 --fused"
     assert command in said
     assert "GPU minutes" in said

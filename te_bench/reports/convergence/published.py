@@ -27,7 +27,7 @@ class Published:
 
     def in_words(self) -> str:
         head = " with an FP8 head" if self.fp8_head else ""
-        sooner = f"; it comes to bf16's loss {self.sooner} as fast" if self.sooner else ""
+        sooner = f"; it reaches bf16's loss {self.sooner} as fast, we estimate" if self.sooner else ""
         return (
             f"GPT-2 124M{head}, {self.training}: {self.gap} nat above bf16, {self.verdict} within {self.margin:g}"
             f"{sooner} ({self.where})"

@@ -119,9 +119,14 @@ def _said(row: _Row, found: ArmVerdict) -> str:
     assert c is not None
     share, side = abs(row.found.gap_percent(found) or 0), "above" if c.gap > 0 else "below"
     said = f"ends {abs(c.gap):.4f} nat ({share:.2f} %) {side} {study.reference} {interval(c.interval)}"
-    if ratio is not None:
-        said += f" and comes to {study.whose} final loss {text.speedup(ratio)} as fast"
-    return f"{said}: {row.label} at a margin of {row.found.margin:g} nat ({c.n} pairs, power {powers([found])})"
+    said += (
+        f": {row.label} at a margin of {row.found.margin:g} nat ({c.n} seeds, power {powers([found])} at a gap of 0)"
+    )
+    return (
+        said
+        if ratio is None
+        else f"{said}. It reaches {study.whose} final loss {text.speedup(ratio)} as fast, we estimate"
+    )
 
 
 def _gap(found: ArmVerdict | None) -> str | None:
