@@ -544,7 +544,10 @@ def test_the_presets_of_whole_trainings_follow_their_plan(command: Command, monk
         done = command(*asked, "gpt2", f"--{option}", value)
         assert (done.code, "power: not known" in plainly(done.out), "5.86 GPU hours" in done.out) == (0, True, True)
     said = plainly(command(*asked, "gpt2").out)
-    assert "sd 0.0027 nat, assumed: that of a gap to two bf16 runs, by GPT-2's 48 runs of twelve seeds in results/h200" in said
+    assert (
+        "sd 0.0027 nat, assumed: that of a gap to two bf16 runs, by GPT-2's 48 runs of twelve seeds in results/h200"
+        in said
+    )
     assert "judged first, delayed scaling E4M3, fused, FP8 head (alpha 0.05): power" in said
     assert "the hardest of the other 6 (Holm, alpha 0.00833), which pass only where it does: power" in said
     assert "seeds runs GPU h 0 0.0017 0.0025" in said  # gaps of 0, a third and half of the margin
@@ -677,8 +680,9 @@ def test_a_plan_of_one_recipe_is_refused_where_its_aa_would_leave_it_void(
     )
     done = command(*one, "--seeds", 9)
     assert done.code == 2
-    assert "A/A, without which no verdict counts, by that spread: power 76% at a true gap of 0; 80 % takes 10 seeds" in (
-        plainly(done.out)
+    assert (
+        "A/A, without which no verdict counts, by that spread: power 76% at a true gap of 0; 80 % takes 10 seeds"
+        in (plainly(done.out))
     )
     assert "9 seeds would show A/A's true gap of 0 to lie within 0.005 nat with a power of 76% only" in done.err
     assert "It takes --seeds 10, or --margin 0.0052, or gaps that vary by 0.0033 (sd) or less, not 0.0035" in done.err

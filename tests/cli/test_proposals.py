@@ -33,7 +33,9 @@ def planned(command: Command, words: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("hours", "number"), [(1.5, 1), (2, 2), (3, 3), (5, 3)])
-def test_the_proposed_commands_conclude_within_the_budget_as_is_said(command: Command, hours: float, number: int) -> None:
+def test_the_proposed_commands_conclude_within_the_budget_as_is_said(
+    command: Command, hours: float, number: int
+) -> None:
     found = designs(command, "--budget", f"{hours}h")
     assert len(found) == number
     assert [one["power"][-1] for one in found] == sorted((one["power"][-1] for one in found), reverse=True)
