@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from te_bench.experiments import trial_model
-from te_bench.experiments.checks import training_step
+from te_bench.experiments.checks import training_step, update
 from te_bench.experiments.measurement import CheckFailed, Context
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import train_step
@@ -307,3 +307,23 @@ def test_a_head_that_trains_by_old_weights_is_seen(head, monkeypatch):
     told = training_step.foretold(trial, step, lambda: batch)
     with pytest.raises(CheckFailed, match=r"^step 20 found the loss"):
         training_step.require_foretold(20, step(*batch).item(), told)
+
+
+@pytest.mark.parametrize(("recipe", "problem"), [(None, {}), ("delayed_scaling", FUSED)])
+@pytest.mark.parametrize("room", [0, 2**17])
+def test_a_gpu_without_room_has_as_many_parameters_compared_as_fit(recipe, problem, room, monkeypatch):
+    """The largest that fit; the step is left as it was all the same, and a wrong gradient of those is seen."""
+    monkeypatch.setattr(update, "_room", lambda step: room)
+    trial = a_trial(recipe, **problem)
+    step = trial_model.step_of(trial)
+    batch = train_step.random_batches(trial)[0]
+    before = {name: parameter.detach().clone() for name, parameter in step.model.named_parameters()}
+    check = update.checked({"quantities": []}, step, *batch)
+    found = {q["name"].removeprefix("update ") for q in check["quantities"]} & before.keys()
+    assert bool(found) == bool(room)
+    assert sum(before[name].nbytes for name in found) * update.COPIES <= room
+    assert all(torch.equal(parameter, before[name]) for name, parameter in step.model.named_parameters())
+    if room:
+        half_of_the_batch(monkeypatch)
+        with pytest.raises(CheckFailed, match="grad of update"):
+            update.checked({"quantities": []}, trial_model.step_of(trial), *batch)
