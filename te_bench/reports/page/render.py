@@ -87,7 +87,7 @@ def draw(report: ReportResult) -> list[list[Drawing]]:
 
 def page(report: ReportResult, drawn: Sequence[Sequence[Drawing]]) -> dict[str, Any]:
     """Return the content of both templates."""
-    sentences, results = headlines.headlines(report), report.results
+    sentences, results = headlines.headlines(report, commands=False), report.results
     titles = list(dict.fromkeys(printable(group.title or group.suite) for group in results.groups))
     heading, rest = _headed(titles)
     judged = [verdict.study for result in report.groups for verdict in result.studies]
