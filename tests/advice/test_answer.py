@@ -115,7 +115,7 @@ def test_the_page_of_what_stays_says_so_and_each_table_has_one_title(tmp_path: P
     index = page.write_page(evidence, decided(machine, evidence, tmp_path), [], tmp_path / "advice", "te-bench advise")
     html = index.read_text()
     assert "<h2>The step today; advised: the same</h2>" in html
-    assert "<caption>Steps that were measured</caption>" in html
+    assert "<caption><span>Steps that were measured</span></caption>" in html
     assert "<h2>Steps that were measured</h2>" not in html
 
 
