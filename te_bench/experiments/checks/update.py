@@ -79,10 +79,10 @@ def _quantities(step: TrainStep, inputs: Tensor, targets: Tensor) -> list[Quanti
     weights, given = [_weights(step, compared)], list[dict[str, Tensor]]()
     with _put_back(step, weights[0]):
         for number in range(UPDATES):
+            if number:
+                weights.append(_weights(step, compared))
             with undisturbed(step.model):
                 given.append(_trained(step, inputs, targets.roll(number, 0), compared))
-            if number == 0:
-                weights.append(_weights(step, compared))
         quantities = []
         for name, parameter in compared.items():
             gradients = [each[name] for each in given if name in each]
@@ -90,7 +90,7 @@ def _quantities(step: TrainStep, inputs: Tensor, targets: Tensor) -> list[Quanti
                 moments = step.optimizer.state.get(parameter, {}).get("exp_avg", parameter)
                 quantities.append(_update(name, parameter, weights[0][name], gradients, optim, moments.dtype))
         # Last, for a look makes copies of the weights anew, which the steps are to have found renewed.
-        for number, (found, begun) in enumerate(zip(given, weights, strict=False)):
+        for number, (found, begun) in enumerate(zip(given, weights, strict=True)):
             _load(step, begun)
             looks = functools.partial(_looked, step, inputs, targets.roll(number, 0), compared)
             if (looked := looks()) is not None:
@@ -123,7 +123,7 @@ def _room(step: TrainStep) -> float:
 
 
 def _weights(step: TrainStep, compared: Collection[str]) -> dict[str, Tensor]:
-    """{parameter: a copy of it}, of those that are not compared on the host."""
+    """{parameter: a copy of it}; of those that are not compared the copy lies on the host."""
     named = step.model.named_parameters()
     return {name: p.detach().to(p.device if name in compared else "cpu", copy=True) for name, p in named}
 
@@ -211,10 +211,10 @@ def _update(
     error, moved, size = 0.0, 0.0, 0.0
     flat = [t.detach().flatten().split(ELEMENTS) for t in (after, before, *gradients)]
     for found, start, *given in zip(*flat, strict=True):
-        begun = start.to(found.device).double()
+        begun = start.double()
         exact, m, v = begun, torch.zeros_like(begun), torch.zeros_like(begun)
         for number, gradient in enumerate(given, 1):
-            g = gradient.to(found.device).double()
+            g = gradient.double()
             m = optim.beta1 * m + (1 - optim.beta1) * g
             v = optim.beta2 * v + (1 - optim.beta2) * g * g
             decayed = exact * (1 - optim.learning_rate * optim.weight_decay) if after.dim() >= 2 else exact

@@ -42,6 +42,10 @@ class _Row:
         return min((c.n for finding in self.findings if (c := finding.judgement.comparison)), default=None)
 
     @property
+    def problem(self) -> TrainingProblem:
+        return _problem(self.found.study)
+
+    @property
     def shown(self) -> ArmVerdict | None:
         """The recipe that the row shows alone: one with a gap, and a verdict that counts."""
         return self.findings[0] if _alone(self.found, self.findings[0]) else None
@@ -50,7 +54,7 @@ class _Row:
     def place(self) -> tuple[bool, int, bool, int]:
         """Long trainings first, what is void last."""
         words = [str(verdict) for verdict in Verdict]
-        steps = TrainingProblem.of(self.found.study.arms[0].trial).steps or 0
+        steps = self.problem.steps or 0
         rank = words.index(self.label) if self.label in words else len(words)
         return not (self.found.stands or self.found.unfinished), -int(steps), self.shown is None, rank
 
@@ -69,9 +73,13 @@ def asked(study: Study) -> str:
 
 def training(study: Study) -> str:
     """Return model and length of a study: gpt2, 2,035 steps."""
-    p = TrainingProblem.of(study.arms[0].trial)
+    p = _problem(study)
     branch = "" if p.branch_at is None else f", FP8 from step {p.branch_at:,} on"
     return printable(f"{p.model}, {p.steps:,} steps{branch}")
+
+
+def _problem(study: Study) -> TrainingProblem:
+    return TrainingProblem.of(study.arms[0].trial)
 
 
 def named(names: Iterable[str], most: int = NAMED) -> str:
@@ -104,10 +112,10 @@ def summary(results: Path) -> str:
     """Return what the longest trainings of each model showed, a line for each recipe, in Markdown."""
     lines = list[str]()
     rows = [row for row in _rows(results.resolve()) if row.found.stands and not row.findings[0].hidden]
-    for of_model in grouped(rows, lambda row: _problem(row).model).values():
-        longest = [row for row in of_model if _problem(row).steps == _problem(of_model[0]).steps]
+    for of_model in grouped(rows, lambda row: row.problem.model).values():
+        longest = [row for row in of_model if row.problem.steps == of_model[0].problem.steps]
         for of_study in grouped(longest, lambda row: (row.folder, row.found.study.title)).values():
-            first, p = of_study[0], _problem(of_study[0])
+            first, p = of_study[0], of_study[0].problem
             seen = int(p.steps or 0) * int(p.batch) * p.block * int(p.accumulate or 1) / 1e6
             lines += [
                 f"{training(first.found.study)}, {seen:.0f} M tokens a run ({first.runs}, {hours(first.cost)}):",
@@ -135,10 +143,6 @@ def _said(row: _Row) -> str:
         return said
     on = f" from the {speed.within_hosts.replace('share', 'that share')}" if speed.within_hosts else ""
     return f"{said}. It reaches {study.whose} final loss {text.speedup(speed.to_equal_loss)} as fast, we estimate{on}"
-
-
-def _problem(row: _Row) -> TrainingProblem:
-    return TrainingProblem.of(row.found.study.arms[0].trial)
 
 
 def _gap(row: _Row) -> str | None:
