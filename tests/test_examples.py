@@ -159,7 +159,7 @@ def test_hf_verdict_ends_in_a_verdict_that_sees_a_fault(main, tmp_path, monkeypa
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
     short = ["--seeds", "3", "--steps", "20", "--margin", "0.02", "--out", str(tmp_path)]
     assert main("hf_verdict", short) == 0
-    assert "EQUIVALENT: ends within 0.02 nat of the control" in capfd.readouterr().out
+    assert "EQUIVALENT: ends within 0.02 nat of the baseline" in capfd.readouterr().out
     right = recipe.Float8CurrentScaling
     monkeypatch.setattr(recipe, "Float8CurrentScaling", lambda: faults.load("doubled_scale")(right()))
     example = importlib.import_module("hf_verdict")

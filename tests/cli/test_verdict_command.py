@@ -172,7 +172,7 @@ def test_a_margin_that_any_candidate_would_meet_is_refused(
     done = judged(a, b, margin=margin)
     assert (done.code, said is None or said in done.err) == (0 if said is None else 2, True), done.err
     if said is None:
-        assert done.out.startswith(f"EQUIVALENT: ends within {margin:g} nat of the control")
+        assert done.out.startswith(f"EQUIVALENT: ends within {margin:g} nat of the baseline")
 
 
 def test_what_certainty_costs_is_said_without_contradiction(judged) -> None:
@@ -193,7 +193,7 @@ def test_a_candidate_that_ends_below_by_more_than_the_margin_is_said_to(judged) 
     losses = [["\n".join(f"{x + off + n * 1e-4:.4f}" for n, x in enumerate(BF16)) + "\n"] for off in (0.0, -0.02)]
     done = judged(losses[0][0], losses[1][0])
     assert (
-        "NON_INFERIOR: ends less than 0.003 nat above the control, and it ends further below than the margin"
+        "NON_INFERIOR: ends less than 0.003 nat above the baseline, and it ends further below than the margin"
         in done.out
     )
     done = judged(losses[0][0], losses[1][0], margin=0.02)

@@ -37,9 +37,10 @@ def test_a_folder_a_side_ends_in_a_verdict(kind, two, command):
     bf16, fp8 = two(kind)
     done = command("verdict", "--baseline", bf16, "--candidate", fp8, "--margin", "0.003")
     assert done.code == 0, done.err
-    assert done.out.startswith("EQUIVALENT: ends within 0.003 nat of the control: gap +0.00")
+    assert done.out.startswith("EQUIVALENT: ends within 0.003 nat of the baseline: gap +0.00")
     said = " ".join(done.out.split())
     assert "Runs 4 pairs" in said
+    assert "Needed for 80 % power 3 pairs To show what the measured gap is 3 pairs Judged" in said
     assert "Judged: the last validation loss" in said
     assert "(0.035 %) above" in said
     assert "A verdict stands with 4 pairs. A study planned anew would take 3 to reach one in 80 % of cases." in said

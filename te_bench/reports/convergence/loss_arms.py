@@ -50,7 +50,7 @@ def match_runs(baseline: Losses, candidate: Losses, *, paired: bool | None) -> M
     if broke := broken(baseline):
         raise ValueError(
             f"{baseline.source}: the baseline itself diverged, {_named(baseline, broke)}. Nothing can be concluded from a "
-            "control that does not train: fix it, and run both again"
+            "baseline that does not train: fix it, and run both again"
         )
     ends = [arm.stops or {arm.curves[seed].step[-1] for seed in set(arm.curves) - set(broken(arm))} for arm in arms]
     if all(ends) and ends[0] != ends[1]:

@@ -107,7 +107,12 @@ def judge_losses(
         verdict, reason = Verdict.INCONCLUSIVE, "one run says nothing of how far seeds alone move the loss"
     elif reason is None:
         comparison = compare(
-            matched.candidate, matched.baseline, margin=margin, alpha=alpha, paired=bool(matched.seeds)
+            matched.candidate,
+            matched.baseline,
+            margin=margin,
+            alpha=alpha,
+            paired=bool(matched.seeds),
+            called="baseline",
         )
         moving = loss_arms.why_moving(baseline, candidate, margin)
         known = all(arm.curves for arm in arms)
