@@ -39,7 +39,9 @@ def verdict(
     candidate: Logs = None,
     paired: Annotated[
         bool | None,
-        typer.Option(help="Pair the runs by seed, or by row. Default: by seed if both sides name the same seeds."),
+        typer.Option(
+            help="Pair the runs by seed, or by row. Default: by seed if most have a partner; others are left out."
+        ),
     ] = None,
     metric: Annotated[str | None, typer.Option(help="The loss to judge. Default: validation, else training.")] = None,
     margin: Margin = None,

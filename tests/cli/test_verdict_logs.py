@@ -53,9 +53,51 @@ def test_every_path_up_to_the_next_option_belongs_to_its_side(two, command):
     done = command("verdict", "--baseline", *sides[0], f"--candidate={sides[1][0]}", *sides[1][1:], "--margin", "0.003")
     assert done.code == 0, done.err
     assert "4 pairs" in done.out
-    done = command("verdict", "--baseline", *sides[0], "--candidate", *sides[1][:3], "--margin", "0.003", "--paired")
-    assert done.code == 2
-    assert "seed 3 is only in" in done.err
+
+
+@pytest.mark.parametrize("more", [[], ["--paired"]])
+def test_a_seed_without_a_partner_is_left_out_of_the_pairs_and_named(more, two, command, tmp_path):
+    _, fp8 = two("nanogpt")
+    (fp8 / "seed3" / "train.log").write_text("number of parameters: 10.65M\nCUDA out of memory\n")
+    page = tmp_path / "x.html"
+    done = command("verdict", "--baseline", "bf16", "--candidate", "fp8", "--margin", "0.003", "--html", page, *more)
+    assert done.code == 0, done.err
+    said = " ".join(done.out.split())
+    assert "Runs 3 pairs" in said
+    assert "fp8/seed3/train.log: no loss in it. A training that died before its first loss is missing here" in said
+    assert (
+        "Note: seed 3 of bf16 has no partner and is left out; --no-paired judges all runs. If a run of fp8 is missing "
+        "because it diverged, the verdict is DIVERGED." in said
+    )
+    assert "not paired" not in said
+    assert "3, left out" in page.read_text()
+    done = command("verdict", "--baseline", "fp8", "--candidate", "bf16", "--margin", "0.003", *more)
+    said = " ".join(done.out.split())
+    assert "Note: seed 3 of bf16 has no partner and is left out; --no-paired judges all runs. " in said
+    assert "is missing because it diverged" not in said
+
+
+def test_a_candidate_that_diverged_counts_without_a_partner_too(two, command):
+    bf16, fp8 = two("nanogpt")
+    (bf16 / "seed3" / "train.log").unlink()
+    log = fp8 / "seed3" / "train.log"
+    log.write_text(re.sub(r"(step 100: .*val loss ).*", r"\1nan", log.read_text()))
+    done = command("verdict", "--baseline", bf16, "--candidate", fp8, "--margin", "0.003")
+    assert (done.code, done.out.partition("\n")[0]) == (1, "DIVERGED: 1 of 4 runs, seed 3: the loss is nan at step 100")
+
+
+def test_few_seeds_in_both_are_paired_on_request_alone(two, command):
+    _, fp8 = two("nanogpt")
+    for seed in (1, 2, 3):
+        (fp8 / f"seed{seed}").rename(fp8 / f"seed{seed + 10}")
+    done = command("verdict", "--baseline", "bf16", "--candidate", "fp8", "--margin", "0.02")
+    said = " ".join(done.out.split())
+    assert "the runs are not paired, because few seeds are in both: --paired pairs seed 0 alone." in said
+    (fp8 / "seed0").rename(fp8 / "seed10")
+    done = command("verdict", "--baseline", "bf16", "--candidate", "fp8", "--margin", "0.02")
+    said = " ".join(done.out.split())
+    none = "no name is in both: seeds 0, 1, 2, 3 of bf16 and seeds 10, 11, 12, 13 of fp8."
+    assert f"the runs are not paired, because {none}" in said
 
 
 def test_the_page_is_one_file_that_says_what_was_asked_and_what_came_out(two, command, tmp_path):

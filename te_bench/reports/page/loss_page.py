@@ -102,7 +102,18 @@ def finals(found: LossVerdict) -> Table | None:
             {"Seed": word(seed), "Baseline": _loss(a), "Candidate": _loss(b), "Gap": _gap_of(a, b)}
             for seed, a, b in zip(m.seeds, m.baseline, m.candidate, strict=True)
         ]
-        return table_of("runs", "Every pair", rows)
+        without = [
+            {"Seed": word(f"{seed}, left out"), side: _loss(final), **dict.fromkeys((other, "Gap"), word(None))}
+            for side, other, arm in (
+                ("Baseline", "Candidate", found.baseline),
+                ("Candidate", "Baseline", found.candidate),
+            )
+            for seed, final in arm.final.items()
+            if seed not in m.seeds
+        ]
+        return table_of(
+            "runs", "Every pair, and runs without a partner" if without else "Every pair", [*rows, *without]
+        )
     arms = zip(ARMS, (found.baseline, found.candidate), strict=True)
     rows = [
         {"Side": word(side), "Run": word(seed), "Final loss": _loss(final)}
