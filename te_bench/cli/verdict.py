@@ -12,7 +12,10 @@ from te_bench.cli.options import Alpha, Margin, say
 
 PAGE = b'<meta name="generator" content="te-bench">'
 SEVERAL = ("--baseline", "--candidate")
-_LOGS = "A log per seed, or a folder of logs: W&B, TensorBoard, torchtitan, Hugging Face, Megatron, nanoGPT, CSV."
+_LOGS = (
+    "A log per seed, or a folder of logs: W&B, TensorBoard, torchtitan, Hugging Face, Megatron, nanoGPT, CSV. "
+    "Of one CSV for both sides, its runs: 'both.csv:bf16-*'."
+)
 Logs = Annotated[list[Path] | None, typer.Option(metavar="PATH...", help=_LOGS)]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import run_logs as logs
-from in_process import Command
+from in_process import Command, Done
 
 WRITERS: dict[str, Callable[[Path, float], Path]] = {
     "nanogpt": lambda folder, end: logs.nanogpt(folder / "train.log", end),
@@ -174,6 +174,58 @@ def test_the_page_and_the_metric_are_of_logs_alone(command: Command, tmp_path: P
     done = command("verdict", tmp_path, "--html", tmp_path / "x.html")
     assert done.code == 2
     assert "--metric, --html and --paired go with --baseline and --candidate" in done.err
+
+
+def of_both(path: Path, kind: str) -> Path:
+    """One CSV with four runs of both sides: W&B's panel, curves one below the other, or final losses."""
+    runs = {
+        f"{s}-seed{n}": logs.course(3 + n * 7e-4 + g * (s == "fp8"))
+        for n, g in enumerate(GAPS)
+        for s in ("bf16", "fp8")
+    }
+    if kind == "panel":
+        head = ",".join(f'"{run} - val/loss","{run} - val/loss__MIN"' for run in runs)
+        lines = [f"Step,{head}"]
+        lines += [f"{s},{','.join(f'{r[n]},{r[n]}' for r in runs.values())}" for n, s in enumerate(logs.STEPS)]
+    elif kind == "long":
+        lines = [
+            "step,val_loss,run",
+            *(f"{s},{r[n]},{run}" for run, r in runs.items() for n, s in enumerate(logs.STEPS)),
+        ]
+    else:
+        lines = ["run,val_loss", *(f"{run},{r[-1]}" for run, r in runs.items())]
+    return logs.written(path, "\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize("kind", ["panel", "long", "finals"])
+def test_one_table_of_both_sides_is_divided_by_the_names_of_its_runs(kind, command, tmp_path):
+    of_both(tmp_path / "both.csv", kind)
+
+    def asked(baseline: str, candidate: str) -> Done:
+        return command("verdict", "--baseline", baseline, "--candidate", candidate, "--margin", "0.003")
+
+    done = asked("both.csv:bf16-*", "both.csv:FP8*")
+    assert done.code == 0, done.err
+    assert "Runs 4 pairs" in " ".join(done.out.split())
+    how = (
+        "give each its own; of one table for both, its runs: --baseline 'both.csv:bf16-*' --candidate 'both.csv:fp8-*'"
+    )
+    same = asked("both.csv", "both.csv")
+    assert (same.code, how in same.err) == (2, True), same.err
+    shared = asked("both.csv:bf16-*", "both.csv:*")
+    said = "hold the same file, byte for byte (both.csv:bf16-* and both.csv:*)"
+    assert (shared.code, said in shared.err) == (2, True), shared.err
+    none = asked("both.csv:bf16-*", "both.csv:fp4-*")
+    said = (
+        "both.csv:fp4-* matches none: its runs are bf16-seed0, fp8-seed0, bf16-seed1, fp8-seed1, bf16-seed2 and 3 more"
+    )
+    assert (none.code, said in none.err) == (2, True), none.err
+
+
+def test_a_table_without_names_of_runs_has_none_to_choose(command, tmp_path):
+    logs.written(tmp_path / "both.csv", "val_loss\n3.1\n3.2\n")
+    done = command("verdict", "--baseline", "both.csv:bf16", "--candidate", "both.csv:fp8", "--margin", "0.003")
+    assert (done.code, "both.csv:bf16 matches none: it names no runs" in done.err) == (2, True), done.err
 
 
 def test_a_name_that_is_no_utf_8_is_shown_and_ends_nothing(two, command, tmp_path):

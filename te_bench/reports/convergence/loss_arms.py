@@ -1,6 +1,5 @@
 """Compare two arms of a user's losses: pair them, check for divergence, and check that their gap had settled."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,11 +10,12 @@ from te_bench.reports.analysis.naming import first_of
 from te_bench.reports.convergence.loss_csv import LAST, Curve, Losses, broken, why_short
 from te_bench.reports.convergence.skewed import FEWEST
 from te_bench.reports.convergence.stability import RISE, overfitting
-from te_bench.reports.logs.names import alike, is_loss
+from te_bench.reports.logs.names import alike, is_loss, precision
 
 Array = NDArray[np.float64]
 
 SURE = 2.0  # standard errors: a smaller move of a gap of training losses may be noise of single batches
+_OWN_RUNS = "of one table for both, its runs: --baseline 'both.csv:bf16-*' --candidate 'both.csv:fp8-*'"
 NAMED = 5  # seeds that a message names at most
 FEWEST_POINTS = 3  # the first is often the loss of the initial weights
 
@@ -40,12 +40,15 @@ def match_runs(baseline: Losses, candidate: Losses, *, paired: bool | None) -> M
     arms = baseline, candidate
     for same in baseline.digests.keys() & candidate.digests.keys():
         both = " and ".join(dict.fromkeys(arm.digests[same] for arm in arms))
-        raise ValueError(f"baseline and candidate hold the same file, byte for byte ({both}): give each its own")
+        raise ValueError(
+            f"baseline and candidate hold the same file, byte for byte ({both}): give each its own; {_OWN_RUNS}"
+        )
     for arm in arms:
-        runs = {_precision(name): name for name in arm.final}
+        runs = {precision(name): name for name in arm.final}
         if {"low", "high"} <= runs.keys():
             raise ValueError(
-                f"{arm.source} holds runs of both sides, {runs['high']} and {runs['low']}: give each side its own"
+                f"{arm.source} holds runs of both sides, {runs['high']} and {runs['low']}: give each side its own; "
+                f"{_OWN_RUNS}"
             )
     if alike(baseline.metric, candidate.metric) is False:
         raise ValueError(
@@ -223,17 +226,9 @@ def _late_steps(arm: Losses) -> set[float]:
 
 def note_order(baseline: Losses, candidate: Losses) -> str | None:
     """Return a note if the baseline's name says FP8 and the candidate's bf16, or None."""
-    if [_precision(arm.source) for arm in (baseline, candidate)] != ["low", "high"]:
+    if [precision(arm.source) for arm in (baseline, candidate)] != ["low", "high"]:
         return None
     return f"the baseline is {baseline.source} and the candidate {candidate.source}: is that the right way round?"
-
-
-def _precision(name: str) -> str | None:
-    """Return the precision in a name, low or high; None if it has none or both."""
-    low, high = (
-        re.search(words, name.lower()) is not None for words in (r"fp[48]|float[48]|e4m3", r"bf16|bfloat|fp16|fp32")
-    )
-    return None if low == high else "low" if low else "high"
 
 
 def note_falling(arm: Losses, margin: float) -> str | None:
