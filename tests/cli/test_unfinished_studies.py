@@ -251,7 +251,7 @@ def test_a_recipe_that_is_lost_or_diverged_is_named(command: Command, tmp_path: 
     planned = [one.trial for one in every]
     run = write(tmp_path / "begun", done, planned=planned, suite="convergence", title="S", judgement=JUDGEMENT)
     assert command("verdict", run).out.startswith(
-        "DIVERGED: delayed scaling diverged. Unfinished: 4 trials to go. Go on:"
+        "DIVERGED: delayed scaling diverged. Unfinished: 4 trials to go.\nGo on: te-bench run"
     )
 
 

@@ -35,11 +35,11 @@ class Verdict(StrEnum):
     INCONCLUSIVE = "INCONCLUSIVE"
 
 
-#: What a verdict says about the candidate's final loss, with `margin` to fill in.
+#: What a verdict says about the candidate's final loss, with `margin` and `control` to fill in.
 CLAIMS = {
-    Verdict.EQUIVALENT: "within {margin:g} nat of the control",
-    Verdict.NON_INFERIOR: "less than {margin:g} nat above the control",
-    Verdict.INFERIOR: "more than {margin:g} nat above the control",
+    Verdict.EQUIVALENT: "within {margin:g} nat of the {control}",
+    Verdict.NON_INFERIOR: "less than {margin:g} nat above the {control}",
+    Verdict.INFERIOR: "more than {margin:g} nat above the {control}",
     Verdict.INCONCLUSIVE: "not told from the margin {margin:g}",
 }
 
@@ -110,13 +110,14 @@ def compare(
     margin: float,
     alpha: float = 0.05,
     paired: bool = True,
+    called: str = "control",
 ) -> LossComparison:
     """Return the comparison of n losses an arm: EQUIVALENT if the tests of gap < margin and gap > -margin reject (TOST).
 
     Paired: run i of both arms shares its seed (initial weights, data order), and the differences are tested. Unpaired:
     Welch's test with Satterthwaite's degrees of freedom. EQUIVALENT and NON_INFERIOR both need the test of gap < margin to
     reject, so a candidate that is worse by the margin or more gets either in at most alpha of cases, for gaps as
-    `skewed.ASSUMPTION` says.
+    `skewed.ASSUMPTION` says. `called`: what reasons call the control.
 
     INCONCLUSIVE without a test: 2 runs; gaps that do not vary; an arm that counts one run several times. But if every pair
     ended on the same loss and the seeds differ, both computed the same: EQUIVALENT.
@@ -124,11 +125,11 @@ def compare(
     Needs at least two runs an arm, with finite losses, and equally many in both if paired. Raises ValueError for a loss
     above 1e60.
     """
-    arms = _arm(candidate, "candidate"), _arm(control, "control")
+    arms = _arm(candidate, "candidate"), _arm(control, called)
     gaps = arms[0] - arms[1] if paired else None
     gap = float(arms[0].mean() - arms[1].mean() if gaps is None else gaps.mean())
     sd = math.hypot(*(arm.std(ddof=1) for arm in arms)) if gaps is None else float(gaps.std(ddof=1))
-    untold, same = _why_untested(arms, gap, sd, paired)
+    untold, same = _why_untested(arms, gap, sd, paired, called)
     mean = None if untold else _welch(*arms) if gaps is None else mean_of(gaps)
     claims = claims_of(mean, margin) if mean else Claims(0.0, 0.0, 1.0) if same else UNCLAIMED
     interval = mean.interval(alpha) if mean else None
@@ -156,7 +157,7 @@ def compare(
         outliers=outliers(gaps) if mean and gaps is not None else (),
         verdict=verdict,
         df=mean.df if mean else 0.0,
-        reason=untold or _reason(verdict, gap, interval, margin, alpha, (at_gap, cautious)),
+        reason=untold or _reason(verdict, gap, interval, margin, alpha, (at_gap, cautious), called),
     )
 
 
@@ -342,7 +343,9 @@ def _correlation(candidate: Array, control: Array) -> float | None:
     return float(np.corrcoef(candidate, control)[0, 1])
 
 
-def _why_untested(arms: tuple[Array, Array], gap: float, sd: float, paired: bool) -> tuple[str | None, bool]:
+def _why_untested(
+    arms: tuple[Array, Array], gap: float, sd: float, paired: bool, called: str
+) -> tuple[str | None, bool]:
     """Return why no test is possible, or None; and whether both arms ended on equal losses, over different seeds."""
     one = next((arm for arm in arms if np.ptp(arm) == 0), None)
     if one is not None:
@@ -350,7 +353,7 @@ def _why_untested(arms: tuple[Array, Array], gap: float, sd: float, paired: bool
             f"all {one.size} runs of a configuration ended on the very same loss, so nothing says how far seeds move it: "
             "check that they differ in their seeds"
         ), False
-    for arm, name in zip(arms, ("candidate", "control"), strict=True):
+    for arm, name in zip(arms, ("candidate", called), strict=True):
         if pair := copies(arm):
             return (
                 f"{name}: runs {pair[0] + 1} and {pair[1] + 1} ended on the very same loss, {arm[pair[0]]:.10g}: one run "
@@ -384,6 +387,7 @@ def _reason(
     margin: float,
     alpha: float,
     needed: tuple[int | None, int | None],
+    called: str = "control",
 ) -> str:
     """Return the reason for a verdict; needed: seeds by the measured spread, and by its upper bound."""
     assert interval is not None
@@ -395,7 +399,7 @@ def _reason(
             further = (
                 ", and it ends further below than the margin" if shown else ", and perhaps further than that below it"
             )
-        return f"ends {CLAIMS[verdict].format(margin=margin)}{further}: {measured}"
+        return f"ends {CLAIMS[verdict].format(margin=margin, control=called)}{further}: {measured}"
     claim = Verdict.EQUIVALENT if abs(gap) < margin else Verdict.INFERIOR if gap > 0 else Verdict.NON_INFERIOR
     more = f"no number of seeds would show it {claim} if that is its true gap"
     few, many = needed

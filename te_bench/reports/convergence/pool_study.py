@@ -154,7 +154,7 @@ def _reason(study: Study, c: LossComparison, verdict: Verdict, needed: int | Non
         return c.reason or f"after {c.n} of {study.rounds} rounds no claim is possible yet"
     measured = f"{in_words(c.gap, c.interval, c.alpha)}, after {c.n} of {study.rounds} rounds"
     if verdict is not Verdict.INCONCLUSIVE:
-        return f"ends {CLAIMS[verdict].format(margin=c.margin)}: {measured}"
+        return f"ends {CLAIMS[verdict].format(margin=c.margin, control='control')}: {measured}"
     said = f"not distinguished from the margin {c.margin:g}: {measured}"
     if needed is None:
         return said
