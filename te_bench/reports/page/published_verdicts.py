@@ -17,7 +17,7 @@ from te_bench.reports.convergence.study_verdict import ArmVerdict, StudyVerdict
 from te_bench.reports.convergence.verdict import judge_group
 from te_bench.reports.page import text
 from te_bench.reports.page.table import Table, filled, number, word
-from te_bench.reports.page.verdict_tables import hours, interval, powers, within_hosts
+from te_bench.reports.page.verdict_tables import half, hours, interval, powers, within_hosts
 
 NAMED = 3  # configurations that are named at most; the rest is counted
 
@@ -149,7 +149,10 @@ def _gap(row: _Row) -> str | None:
     c = None if row.shown is None else row.shown.judgement.comparison
     if c is None:
         return None
-    return f"{text.signed(c.gap)}, {level(c.alpha)} {interval(c.interval)}" if c.interval else text.signed(c.gap)
+    if c.interval is None or (ends := c.interval_95) is None:
+        return text.signed(c.gap)
+    known = f"95 % {interval(ends)} (±{text.loss(half(ends))})"
+    return f"{text.signed(c.gap)}, {level(c.alpha)} {interval(c.interval)}, {known}"
 
 
 def _speed(row: _Row) -> Speedup | None:

@@ -22,9 +22,10 @@ def gaps(found: StudyVerdict) -> Table | None:
         against = f"the mean of {whose} two runs on the same seed"
     note = (
         f"Gap: final validation loss less {against}, both evaluated in bf16; above 0 is worse; in per cent of {whose} loss. "
-        f"{effort(found)}. Power: to show equivalence at a true gap of 0. Detectable: the smallest margin with "
-        "80 % power. By t: Student's interval, too narrow where gaps are skewed. Natively: evaluated as it trains. Training "
-        "loss: over the last tenth of the steps, and its gap. "
+        f"{effort(found)}. The test uses the {level(found.alpha)} interval; ±: half of the 95 % one. Power: to show "
+        "equivalence at a true gap of 0. Detectable: the smallest margin with 80 % power. By t: Student's interval, too "
+        "narrow where gaps are skewed. Natively: evaluated as it trains. Training loss: over the last tenth of the steps, "
+        "and its gap. "
     )
     if found.study.two_bf16_runs:
         note += f"A/A is the second of {whose} two runs; its gap and the planted fault's are to the first. "
@@ -97,6 +98,8 @@ def _gap_row(finding: ArmVerdict, found: StudyVerdict) -> dict[str, Value]:
         "Gap, nat": number(c.gap if c else None, text.signed),
         "Gap, %": number(percent, lambda value: text.MISSING if value is None else f"{value:+.2f}"),
         level(found.alpha): word(interval(c.interval if c else None)),
+        "95 %": word(interval(c.interval_95 if c else None)),
+        "± of 95 %": number(half(c.interval_95) if c else None, text.loss),
         "By t": word(interval(c.t_interval if c else None)),
         "p, Holm": number(claims.equivalent if claims else None, text.probability),
         **numbers,
@@ -156,6 +159,11 @@ def brief(found: StudyVerdict) -> Table | None:
     runs = "Pairs" if found.study.pool is None else "Runs"
     narrow = ("Configuration", "Verdict", "Gap, nat", level(found.alpha), runs, "To equal loss")
     return dataclasses.replace(whole.only(narrow), name="verdict_brief", note=f"{effort(found)}.")
+
+
+def half(ends: tuple[float, float] | None) -> float | None:
+    """Return half of an interval's width."""
+    return None if ends is None else (ends[1] - ends[0]) / 2
 
 
 def interval(ends: tuple[float, float] | None) -> str | None:

@@ -104,6 +104,11 @@ def test_gaps_reasons_and_stability_of_every_arm(run: Path) -> None:
     }
     assert by_arm["delayed scaling"]["Pairs"] == "5"
     assert re.fullmatch(r"\[[+-]0\.00\d\d, [+-]0\.00\d\d\]", by_arm["delayed scaling"]["90 %"])
+    low, high = map(float, by_arm["delayed scaling"]["95 %"].strip("[]").split(", "))
+    tested = tuple(map(float, by_arm["delayed scaling"]["90 %"].strip("[]").split(", ")))
+    assert low < tested[0] < float(by_arm["delayed scaling"]["Gap, nat"]) < tested[1] < high
+    assert float(by_arm["delayed scaling"]["± of 95 %"]) == pytest.approx((high - low) / 2, abs=1.01e-4)
+    assert "The test uses the 90 % interval" in gaps.note
     assert by_arm["rowwise scaling"]["Gap, nat"] == "—"
     assert texts(reasons)["rowwise scaling"]["Reason"] == "1 of 5 runs, seed 2: the loss is nan at step 200"
     assert texts(stability)["rowwise scaling"]["Diverged"] == "1 of 5"
