@@ -117,6 +117,20 @@ def test_gaps_reasons_and_stability_of_every_arm(run: Path) -> None:
         assert tables.markdown(table).count("\n") == len(table.rows) + 2
 
 
+def test_a_plan_s_tighter_margin_has_its_verdicts_below_the_table(tmp_path: Path) -> None:
+    """One recipe alone is INFERIOR at it; beside five it is not, by Holm's correction."""
+    others = ("float8_block_scaling", "float8_current_scaling", "mxfp8", "nvfp4")
+    truth = {**TRUTH, **dict.fromkeys(others, 0.0), "rowwise_scaling": 0.0043}
+    records = study_records(truth, range(8), sd=0.0008)
+    stated = {**JUDGEMENT, "seeds": 8, "margin": 0.01, "tighter": 0.003}
+    [brief] = tables.tables_of(only_group(write_study(tmp_path / "run", records, stated)), "verdict_brief")
+    said = brief.note.partition("At 0.003 nat, also fixed beforehand: ")[2]
+    assert "delayed scaling EQUIVALENT;" in said
+    assert "rowwise scaling INCONCLUSIVE (INFERIOR alone, not after Holm's correction)" in said
+    [plain] = tables.tables_of(only_group(write_study(tmp_path / "plain", records, JUDGEMENT)), "verdict_brief")
+    assert "beforehand" not in plain.note
+
+
 def test_final_losses_stand_by_configuration_and_seed(run: Path) -> None:
     [losses] = tables.tables_of(only_group(run), "losses")
     rows, seeds = texts(losses), [f"Seed {seed}" for seed in range(5)]
