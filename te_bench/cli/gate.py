@@ -49,9 +49,8 @@ Head = Annotated[str, typer.Option(metavar="REF", help="Revision to judge.")]
 _CONFIG = "Time the commands in this te-bench.toml, in any repository, instead of a suite."
 Config = Annotated[Path | None, typer.Option(metavar="FILE", help=_CONFIG)]
 Suite = Annotated[str, typer.Option(help="Suite that both revisions run; see `te-bench list suites`.")]
-Budget = Annotated[
-    str | None, typer.Option(metavar="TIME", help="Stop after this time, even if undecided: 90s, 10min or 2h.")
-]
+_BUDGET = "Stop after this time, even if undecided: 90s, 10min or 2h. The first round, with setup, runs whole."
+Budget = Annotated[str | None, typer.Option(metavar="TIME", help=_BUDGET)]
 _FIRST = "Stop at the first regression; the other trials stay undecided."
 ExitFirst = Annotated[bool, typer.Option("-x", "--exitfirst", help=_FIRST)]
 SelfTest = Annotated[

@@ -70,7 +70,7 @@ def run(question: Question, directory: Path, machine: dict[str, Any], *, say: Ca
                 own = question.commands is None
                 revisions.append(paired_sweep.revision(name, commit, files, store, machine, of_te_bench=own))
             kind = GateProcesses if question.commands is None else CommandProcesses
-            processes = kind(revisions=revisions, question=question, log=directory / LOG)
+            processes = kind(revisions=revisions, question=question, log=directory / LOG, say=say)
             stack.enter_context(contextlib.closing(processes))
             gate = run_rounds(question, directory, processes, known, started, say)
         except Unrunnable as error:
@@ -91,19 +91,20 @@ def run_rounds(
     commits = tuple(one.commit for one in processes.revisions)
     looks = tuple(known["looks"] or ())
     until = None if question.budget_s is None else started + question.budget_s
-    number, chosen, slowest = 0, None, 0.0
+    number, chosen, slowest, ahead = 0, None, 0.0, ""
     pairs: Counter[str] = Counter()
     gate = None
     while True:
         begin = time.monotonic()
-        say(_describe_round(number, chosen, gate))
+        say(_describe_round(number, chosen, gate) + ahead)
         planned = processes.start()
         if number == 0:
             _begin(directory, [one.store for one in processes.revisions], known)
         report = functools.partial(_report_failures, say)
         paired_sweep.run_round(number, processes, _to_run(planned, chosen), report=report, until=until)
         took = time.monotonic() - begin
-        say(f"  {took:.1f} s, {processes.starting_s:.1f} s of them to start")
+        if number == 0:
+            say(f"  {took:.1f} s, {processes.starting_s:.1f} s of them to start")
         number += 1
         pairs.update(planned.common if chosen is None else chosen)
         if chosen:  # the first round runs every trial, and is the longest
@@ -123,6 +124,18 @@ def run_rounds(
             spent_s = time.monotonic() - started
             notes = (*_note_pairs(gate, number, looks or LOOKS), *_note_budget(gate, planned, spent_s, part_s))
             return replace(gate, notes=(*gate.notes, *notes))
+        most, left_s = (looks or LOOKS)[-1], math.inf if until is None else until - time.monotonic()
+        if slowest:
+            left_s = min(left_s, slowest * _parts_left(gate, planned, pairs, most))
+        ahead = f"; pair {min(pairs[cell] for cell in chosen) + 1} of at most {most}"
+        ahead += "" if left_s == math.inf else f", at most about {duration(left_s)} left"
+
+
+def _parts_left(gate: Gate, planned: PairedPlan, pairs: Mapping[str, int], most: int) -> int:
+    """Return how often the gate runs a part of the plan yet, if every undecided trial goes on to `most` pairs."""
+    undecided = (name for name, one in gate.trials.items() if one.more)
+    parts = planned.parts(_cells_of(undecided, gate, planned.common))
+    return sum(most - min(pairs[cell] for cell in part) for part in parts)
 
 
 def _begin(directory: Path, stores: Iterable[Store], known: Mapping[str, Any]) -> None:
