@@ -5,7 +5,7 @@ import json
 import os
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,22 +37,28 @@ def sentence(gate: Gate) -> str:
     counts = [(verdict, trials.count(verdict)) for verdict in GateVerdict]
     said = [f"{n} {verdict}" for verdict, n in counts if n]
     said = [f"{', '.join(said)} of {len(trials)} timed"] if said else ["nothing was timed on both sides"]
-    family = gate.judgements.get(FAMILY)
-    told = family and (family.verdict is not GateVerdict.INCONCLUSIVE or gate.exit_code != REGRESSED)
-    said += [f"their geometric mean {family.verdict}"] if family and told else []
+    family = _judgements(gate).get(FAMILY)
+    said += [f"their geometric mean {family.verdict}"] if family else []
     for code in (1, 4, 3):
         if n := sum(finding.code == code for finding in gate.findings):
             said.append(f"{_HEADINGS[code].lower()}: {n}")
     return f"{answer}: {'; '.join(said)}. Margin {_percent(gate.margin)}, alpha {gate.alpha:g}."
 
 
+def _judgements(gate: Gate) -> Mapping[str, GateJudgement]:
+    """Return the judgements to show: not an undecided mean beside a REGRESSION, which already is the answer."""
+    family = gate.judgements.get(FAMILY)
+    open_ = family is not None and family.verdict is GateVerdict.INCONCLUSIVE
+    return gate.trials if open_ and gate.exit_code == REGRESSED else gate.judgements
+
+
 def table(gate: Gate, limit: int | None = None) -> Table | None:
-    """Return one row per trial, the slowest first, and their geometric mean; names are cut to `limit` characters."""
+    """Return a row for each of `_judgements`, the slowest first; names are cut to `limit` characters."""
     if gate.decision is None:
         return None
     trials = [name for name in gate.judgements if name != FAMILY]
     shown = {FAMILY: FAMILY} | ({} if limit is None else _shorten(trials, limit))
-    ordered = sorted(gate.judgements.items(), key=lambda item: (item[0] == FAMILY, -(item[1].ratio or 0.0)))
+    ordered = sorted(_judgements(gate).items(), key=lambda item: (item[0] == FAMILY, -(item[1].ratio or 0.0)))
     rows = [_row(shown.get(name, name), one, gate.timed.throttled.get(name, 0)) for name, one in ordered]
     bars = f"{_percent(gate.margin)} and {_percent(MEAN_MARGINS * gate.margin)}"
     note = (
@@ -65,7 +71,7 @@ def table(gate: Gate, limit: int | None = None) -> Table | None:
 
 
 def _say_where_no_interval_is(gate: Gate) -> str:
-    without = [name for name, one in gate.judgements.items() if one.ratio is not None and one.low is None]
+    without = [name for name, one in _judgements(gate).items() if one.ratio is not None and one.low is None]
     if not without:
         return ""
     who = f"{without[0]} has" if len(without) == 1 else f"{len(without)} rows have"
