@@ -26,7 +26,7 @@ from te_bench.gate.config import JSON, ROOT, Command, Commands
 from te_bench.gate.paired_sweep import GateProcesses, PairedPlan, Revision
 from te_bench.gate.paired_trial import MOST_TURNS, PROTOCOL, TIMED_S, Unrunnable, as_known
 from te_bench.gate.revision_process import Lines
-from te_bench.gate.stored_runs import COMMAND
+from te_bench.reports.analysis.naming import COMMAND
 from te_bench.reports.analysis.rows import printable
 from te_bench.reports.exchange import pytest_import
 

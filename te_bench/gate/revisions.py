@@ -91,12 +91,12 @@ def run_rounds(
     commits = tuple(one.commit for one in processes.revisions)
     looks = tuple(known["looks"] or ())
     until = None if question.budget_s is None else started + question.budget_s
-    number, chosen, slowest, ahead = 0, None, 0.0, ""
+    number, chosen, slowest, ahead = 0, None, 0.0, "round 1: every trial"
     pairs: Counter[str] = Counter()
     gate = None
     while True:
         begin = time.monotonic()
-        say(_describe_round(number, chosen, gate) + ahead)
+        say(ahead)
         planned = processes.start()
         if number == 0:
             _begin(directory, [one.store for one in processes.revisions], known)
@@ -127,8 +127,9 @@ def run_rounds(
         most, left_s = (looks or LOOKS)[-1], math.inf if until is None else until - time.monotonic()
         if slowest:
             left_s = min(left_s, slowest * _parts_left(gate, planned, pairs, most))
-        ahead = f"; pair {min(pairs[cell] for cell in chosen) + 1} of at most {most}"
+        ahead = f"round {number + 1}, pair {min(pairs[cell] for cell in chosen) + 1} of at most {most}"
         ahead += "" if left_s == math.inf else f", at most about {duration(left_s)} left"
+        ahead += f": {_describe(chosen, gate)}"
 
 
 def _parts_left(gate: Gate, planned: PairedPlan, pairs: Mapping[str, int], most: int) -> int:
@@ -167,7 +168,9 @@ def _note_budget(gate: Gate, planned: PairedPlan, spent_s: float, part_s: float)
     for name, pairs in needed.items():
         if pairs > LOOKS[-1]:
             what = "try a quieter machine, a longer command or a wider --margin"
-            return [f"no --budget decides {name}, because a gate makes at most {LOOKS[-1]} pairs of a trial; {what}"]
+            return [
+                f"no --budget decides {gate.plain[name]}, because a gate makes at most {LOOKS[-1]} pairs of a trial; {what}"
+            ]
     more_s = part_s * sum(
         max(0, *(needed[name] - one.pairs for name, one in undecided.items() if _cells_of([name], gate, part)))
         for part in planned.parts(_cells_of(undecided, gate, planned.common))
@@ -263,12 +266,10 @@ def _cells_of(names: Iterable[str], gate: Gate, cells: Iterable[str]) -> list[st
     return [cell for cell in cells if gate.names.get(cell) in chosen]
 
 
-def _describe_round(number: int, cells: Sequence[str] | None, gate: Gate | None) -> str:
-    if cells is None or gate is None:
-        return f"round {number + 1}: every trial"
+def _describe(cells: Sequence[str], gate: Gate) -> str:
     suspect = any(one.suspect for one in gate.trials.values())
     trials = f"{count_trials(len(cells))}{' that may be slower' if suspect else ''}"
-    return f"round {number + 1}: {trials}: {first_of([gate.names[cell] for cell in cells], MOST_NAMED)}"
+    return f"{trials}: {first_of([gate.plain[gate.names[cell]] for cell in cells], MOST_NAMED, '; ')}"
 
 
 def _report_failures(say: Callable[[str], None], records: Sequence[Record]) -> None:
