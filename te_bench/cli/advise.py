@@ -29,8 +29,9 @@ LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 60.0, 900.0  # of one trial
 
 def advise(
     model: Annotated[
-        str, typer.Option(help="A name of `te-bench list models`, package.module:factory, or a Hugging Face config.")
-    ],
+        str | None,
+        typer.Option(help="A name of `te-bench list models`, package.module:factory, or a Hugging Face config."),
+    ] = None,
     model_args: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Argument of the factory; repeatable.")
     ] = None,
@@ -66,6 +67,8 @@ def advise(
     ] = False,
 ) -> None:
     """Say which attention, precision and mode to train a model with here. Measures parts and whole steps."""
+    if model is None:
+        raise ValueError("give --model: tiny for a try, a config.json, or package.module:factory")
     from te_bench import plugins
     from te_bench.advice import candidates
     from te_bench.advice.advise import NothingMeasured, Run

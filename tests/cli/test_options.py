@@ -28,6 +28,7 @@ OF_SHARD = "--shard 2 goes with --gpus-per-trial N --parallel fsdp2+tp or hsdp: 
 OF_4 = "--parallel hsdp: give --shard 2, how many of --gpus-per-trial 4 share the weights; got 3"
 OF_8 = "--parallel hsdp: give --shard 2 or 4, how many of --gpus-per-trial 8 share the weights"
 USAGE = [
+    (["advise"], "give --model: tiny for a try, a config.json, or package.module:factory"),
     (["run", "quik"], f"unknown suite 'quik'. Did you mean quick? Known: {SUITES}."),
     (["plan", "nanogtp"], "unknown suite 'nanogtp'. Did you mean nanogpt?"),
     (["run", "nanogpt", "--only", "*/flush/*"], "--only '*/flush/*' matches no trial of nanogpt."),
@@ -249,6 +250,11 @@ def test_a_verb_takes_every_option_of_a_run_as_it_is_declared(command: Command, 
     for option in OPTIONS.values():
         assert re.search(rf"(?<!\S){option.flag}(?![-\w])", said), option.flag
         assert option.help.partition(" ")[0] in said
+
+
+@pytest.mark.parametrize("verb", ["merge", "report", "history", "embed", "verdict"])
+def test_several_folders_are_one_word_in_the_usage(command: Command, verb: str) -> None:
+    assert re.search(r" [{[][A-Z]+[]}]\.\.\.$", command(verb, "--help").out.splitlines()[0])
 
 
 def test_an_option_that_is_said_reaches_the_plan(command: Command) -> None:
