@@ -131,7 +131,7 @@ def _to_json(experiment: "Experiment", designs: "Proposals | None", sitting: pla
 
 
 def _say_plan(experiment: "Experiment", how_long: Sequence[str], designs: "Proposals | None") -> None:
-    """Print the trials by their plain names and as --only takes them, why some do not run, how long they take, and other designs."""
+    """Print the trials, plainly and as --only takes them, why some do not run, how long they take, and other designs."""
     from te_bench.reports.analysis.naming import count_trials
     from te_bench.reports.analysis.rows import listed_names
 
