@@ -28,7 +28,6 @@ OF_SHARD = "--shard 2 goes with --gpus-per-trial N --parallel fsdp2+tp or hsdp: 
 OF_4 = "--parallel hsdp: give --shard 2, how many of --gpus-per-trial 4 share the weights; got 3"
 OF_8 = "--parallel hsdp: give --shard 2 or 4, how many of --gpus-per-trial 8 share the weights"
 USAGE = [
-    (["advise"], "give --model: tiny for a try, a config.json, or package.module:factory"),
     (["run", "quik"], f"unknown suite 'quik'. Did you mean quick? Known: {SUITES}."),
     (["plan", "nanogtp"], "unknown suite 'nanogtp'. Did you mean nanogpt?"),
     (["run", "nanogpt", "--only", "*/flush/*"], "--only '*/flush/*' matches no trial of nanogpt."),
@@ -113,6 +112,7 @@ def test_the_parser_s_own_errors_exit_2_too(command: Command) -> None:
     for said, message in (
         ("rnu", "No such command 'rnu'"),
         ("run", "Missing argument"),
+        ("advise", "Invalid value for '--model': give tiny for a try, a config.json, or package.module:factory"),
         ("run quick --seeds many", "Invalid value for '--seeds'"),
         ("run quick --sede 1", "No such option"),
     ):
