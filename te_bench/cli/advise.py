@@ -27,10 +27,20 @@ BUDGET = "10min"
 LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 60.0, 900.0  # of one trial
 
 
+def _some_model(model: str | None) -> str:
+    if model is None:
+        raise typer.BadParameter("give tiny for a try, a config.json, or package.module:factory")
+    return model
+
+
 def advise(
     model: Annotated[
-        str, typer.Option(help="A name of `te-bench list models`, package.module:factory, or a Hugging Face config.")
-    ],
+        str | None,
+        typer.Option(
+            help="A name of `te-bench list models`, package.module:factory, or a Hugging Face config. Required.",
+            callback=_some_model,
+        ),
+    ] = None,
     model_args: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Argument of the factory; repeatable.")
     ] = None,
@@ -77,6 +87,7 @@ def advise(
     journal = _recorded(out, [device, gpus, memory, fresh or None]) if recorded else None
     machine = None if journal is None else dict(journal.environments[_asked(journal)[-1].environment])
     where = device or (machine["identity"]["device"] if machine else environment.default_device())
+    assert model is not None
     asked = Options(
         device=where,
         model=model,

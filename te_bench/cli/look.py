@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from te_bench.experiments.spec import Experiment, Options
     from te_bench.reports.convergence.proposals import Proposals
 
+WIDEST = 56  # characters of the column of plain names; a longer name pushes its line
 KINDS = ("suites", "attention", "recipes", "layers", "rivals", "datasets", "models", "logs")
 
 
@@ -130,12 +131,15 @@ def _to_json(experiment: "Experiment", designs: "Proposals | None", sitting: pla
 
 
 def _say_plan(experiment: "Experiment", how_long: Sequence[str], designs: "Proposals | None") -> None:
-    """Print the trials, why some do not run, how long they take, and other designs."""
+    """Print the trials, plainly and as --only takes them, why some do not run, how long they take, and other designs."""
     from te_bench.reports.analysis.naming import count_trials
+    from te_bench.reports.analysis.rows import listed_names
 
     undivided = _undivided(experiment)
+    plain = listed_names({trial.cell: trial for trial in experiment.trials})
+    width = min(max(map(len, plain.values()), default=0), WIDEST)
     for trial in experiment.trials:
-        print(trial.id, trial.name, *(["(unsupported)"] if trial.id in undivided else []))
+        print(f"{plain[trial.cell]:{width}} ", trial.name, *(["(unsupported)"] if trial.id in undivided else []))
     print(f"{len(experiment.trials)} trials: {experiment.title}")
     for reason, number in Counter(undivided.values()).items():
         say(f"unsupported: {count_trials(number)}: {reason}", indent="    ")

@@ -36,7 +36,7 @@ class Verdict(TyperCommand):
 
 def verdict(
     directories: Annotated[
-        list[Path] | None, typer.Argument(metavar="[DIR]...", help="--out directories of convergence runs.")
+        list[Path] | None, typer.Argument(metavar="DIR", help="--out directories of convergence runs.")
     ] = None,
     baseline: Logs = None,
     candidate: Logs = None,
@@ -113,10 +113,10 @@ def _of_runs(directories: list[Path], margin: float | None, alpha: float | None)
             say(said)
         return INCOMPLETE
     if not whole:
-        why = "no bf16 control and recipe to compare" if known else "no convergence run"
-        raise ValueError(
-            f"{directories[0]} holds {why}: te-bench run convergence --out {shlex.quote(str(directories[0]))}"
-        )
+        why = "no convergence run: te-bench run convergence, then te-bench verdict runs/convergence"
+        if known:
+            why = f"no bf16 control and recipe to compare: te-bench run convergence --out {shlex.quote(str(directories[0]))}"
+        raise ValueError(f"{directories[0]} holds {why}")
     for group, study in known:
         if not study.whole:
             say(f"Note: left out, because it lacks a control or a recipe: {study.title}, {group.where}.", indent="  ")

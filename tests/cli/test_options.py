@@ -112,6 +112,7 @@ def test_the_parser_s_own_errors_exit_2_too(command: Command) -> None:
     for said, message in (
         ("rnu", "No such command 'rnu'"),
         ("run", "Missing argument"),
+        ("advise", "Invalid value for '--model': give tiny for a try, a config.json, or package.module:factory"),
         ("run quick --seeds many", "Invalid value for '--seeds'"),
         ("run quick --sede 1", "No such option"),
     ):
@@ -249,6 +250,11 @@ def test_a_verb_takes_every_option_of_a_run_as_it_is_declared(command: Command, 
     for option in OPTIONS.values():
         assert re.search(rf"(?<!\S){option.flag}(?![-\w])", said), option.flag
         assert option.help.partition(" ")[0] in said
+
+
+@pytest.mark.parametrize("verb", ["merge", "report", "history", "embed", "verdict"])
+def test_several_folders_are_one_word_in_the_usage(command: Command, verb: str) -> None:
+    assert re.search(r" [{[][A-Z]+[]}]\.\.\.$", command(verb, "--help").out.splitlines()[0])
 
 
 def test_an_option_that_is_said_reaches_the_plan(command: Command) -> None:

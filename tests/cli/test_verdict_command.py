@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from convergence_runs import JUDGEMENT, TRUTH, arm_trial, study_records, write_study
 from in_process import Command, Done
-from journals import record, write
+from journals import record, step_record, trial, write
 
 from te_bench.reports.group_result import load_report
 from te_bench.reports.page.headlines import headlines
@@ -113,6 +113,9 @@ def test_an_unfinished_run_says_how_to_go_on_and_one_of_another_suite_is_told(co
     done = command("verdict", "a run")
     said = "no bf16 control and recipe to compare: te-bench run convergence --out 'a run'"
     assert (done.code, said in done.err) == (2, True), done.err
+    done = command("verdict", write(tmp_path / "demo", [step_record(trial(), 10.0)], suite="demo"))
+    said = "demo holds no convergence run: te-bench run convergence, then te-bench verdict runs/convergence\n"
+    assert (done.code, done.err.endswith(said)) == (2, True), done.err
 
 
 @pytest.mark.parametrize(
