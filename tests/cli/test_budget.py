@@ -92,10 +92,19 @@ def seconds(seeds: float) -> float:
 
 @pytest.mark.parametrize(("budget", "seeds"), [(seconds(3), 3), (seconds(3.99), 3), (seconds(9.01), 9)])
 def test_a_budget_is_as_many_seeds_as_it_holds(command: Command, pilot: Path, budget: float, seeds: int) -> None:
-    found = planned(command, "--budget", f"{budget}s", "--timings", pilot)
+    found = planned(command, "--budget", f"{budget}s", "--timings", pilot, "--margin", 0.004)
     assert {trial["seed"] for trial in found["trials"]} == set(range(seeds))
     assert found["judgement"]["seeds"] == found["conclusion"]["seeds"] == seeds
     assert found["estimate"]["device_s"] == pytest.approx(seconds(seeds))
+
+
+def test_a_budget_after_a_pilot_takes_eight_seeds_if_it_holds_them(command: Command, tmp_path: Path) -> None:
+    """However alike the pilot's gaps are: fewer that a pilot chose err too often."""
+    draw = random.Random(1)
+    records = [ended(trial, 1e-4 * draw.gauss(0, 1)) for trial in trials(4, None, as_pilot=True)]
+    pilot = write(tmp_path / "pilot", records, seeds=4, pilot=True)
+    for budget, seeds in ((seconds(100), 8), (seconds(5.5), 5)):
+        assert planned(command, "--budget", f"{budget}s", "--pilot", pilot)["judgement"]["seeds"] == seeds
 
 
 def test_a_budget_is_spent_on_all_gpus_at_once(command, monkeypatch, tmp_path):

@@ -168,16 +168,40 @@ def test_what_the_command_line_fixes_stays(command: Command) -> None:
 
 
 @pytest.mark.slow  # of 9,003 trials, four times
-@pytest.mark.parametrize(("preset", "hours"), [("gpt2", 1000), ("gpt2-short", 54)])
+@pytest.mark.parametrize(("preset", "margin", "hours"), [("gpt2", 0.0006, 1000), ("gpt2-short", 0.0035, 54)])
 def test_a_budget_larger_than_any_study_s_is_as_many_seeds_as_a_run_takes(
-    command: Command, preset: str, hours: int
+    command: Command, preset: str, margin: float, hours: int
 ) -> None:
-    asked = ("plan", *GPT2[:-1], preset, "--budget", f"{hours}h")
+    """Of a margin that needs them all."""
+    asked = ("plan", *GPT2[:-1], preset, "--margin", margin, "--budget", f"{hours}h")
     done = command(*asked)
     assert (done.code, "What 1000 seeds can conclude" in done.out) == (0, True)
-    [one] = json.loads(command(*asked, "--json").out)["designs"]
+    [one] = [found for found in json.loads(command(*asked, "--json").out)["designs"] if found["asked"]]
     assert one["rounds"] == 1000
     assert len(planned(command, one["command"])["trials"]) == one["runs"]
+
+
+@pytest.mark.parametrize("hours", [30, 1000])
+def test_a_budget_is_spent_until_more_seeds_hardly_help(command: Command, hours: int) -> None:
+    """And what the rest of it would buy is said."""
+    done = command("plan", *GPT2, "--budget", f"{hours}h")
+    said, most = " ".join(done.out.split()), {30: 62, 1000: 1000}[hours]
+    assert (done.code, "What 24 seeds can conclude" in said) == (0, True)
+    assert f"24 seeds suffice for half the margin. --seeds {most}, which --budget {hours} h holds, take" in said
+    [told] = re.findall(r"a power of ([\d%, ]+) in place of 100%, 100%, 98%, 67%", said)
+    few, enough = (
+        [
+            o
+            for o in json.loads(command("plan", *GPT2, "--seeds", n, "--json").out)["conclusion"]["options"]
+            if o["rounds"] == n
+        ]
+        for n in (23, 24)
+    )
+    assert few[0]["power"][2] <= 0.97 < enough[0]["power"][2]
+    [own] = [one for one in designs(command, "--budget", f"{hours}h") if one["asked"]]
+    assert (own["rounds"], told.startswith("100%, 100%, 100%, ")) == (24, True)
+    assert "suffice for half" not in command("plan", *GPT2, "--budget", "7h").out
+    assert "suffice for half" not in command("plan", *GPT2, "--budget", "30h", "--seeds", 30).out
 
 
 def test_a_plan_in_json_says_why_its_run_is_refused(command: Command) -> None:

@@ -23,6 +23,7 @@ from te_bench.reports.convergence.study import Study
 
 #: True gaps to give the power for, as shares of the margin, beside the gap that was measured so far.
 GAPS = (0.0, 1 / 3, 1 / 2)
+ENOUGH = 0.97  # power at the largest of GAPS that more seeds or rounds hardly raise
 FEWEST_FREEDOM = 6  # of a spread; with fewer its 80 % bound is at least 1.4 times the estimate
 MOST_ROUNDS = 200
 _STEPS = (4, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 65, 80, 100)  # rounds of the table
@@ -90,6 +91,11 @@ def gaps_of(margin: float, measured: float | None) -> tuple[float, ...]:
     return (*(share * margin for share in GAPS), *(() if measured is None else (measured,)))
 
 
+def listed(power: Sequence[float] | None) -> str:
+    """Return the power at each gap in words: 99%, 93%, 74%."""
+    return ", ".join(f"{share:.0%}" for share in power or ())
+
+
 def measured(gap: float | None) -> str:
     """Return words that follow "where the true gap is": which of the gaps is by what was measured."""
     return "" if gap is None else f" (the last, {gap:.2g}, is by the gaps measured so far)"
@@ -142,6 +148,7 @@ class Design:
     machine: Machine
     pilot: bool
     fixed: str | None = None  # a sentence: what was asked differs, and the first plan counts
+    rest: str | None = None  # a sentence: what the rest of a budget would buy
     gap: float | None = None  # that was measured so far
 
     @property
@@ -190,6 +197,14 @@ class Design:
             alpha=self.alpha,
             most=MOST_ROUNDS,
         )
+
+    def enough(self, most: int) -> int:
+        """Return the fewest rounds, up to `most`, with a power of ENOUGH at the largest of GAPS."""
+        if self.spread is None:
+            return most
+        half = GAPS[-1] * self.margin
+        found = power.fewest(lambda rounds: self.power(rounds, half) > ENOUGH, FEWEST, most)
+        return most if found is None else min(found, most)
 
     @property
     def refused(self) -> str | None:
@@ -257,7 +272,7 @@ class Design:
         for rounds in sorted({*_STEPS, self.rounds}):
             if rounds >= FEWEST:
                 found.append(one := self.option(rounds))
-                if one.at_half > 0.97 and rounds >= self.rounds:
+                if one.at_half > ENOUGH and rounds >= self.rounds:
                     break
         return found
 
@@ -292,7 +307,7 @@ class Design:
             said += power_table(self.options, self.machine, gaps=self.gaps, planned=self.rounds, unit="rounds")
             said += [] if self.pilot else warn_of_half(self.planned, self.margin)
         said += [f"  --pilot gives no spread: {self.unused}"] if self.unused else []
-        said += [f"  {self.fixed}"] if self.fixed else []
+        said += [f"  {one}" for one in (self.fixed, self.rest) if one]
         by = f" ({self.time_from})" if self.time_from else ""
         seconds = self.seconds(self.rounds)
         if seconds is None:

@@ -14,10 +14,18 @@ from te_bench.models.configs import configs
 from te_bench.reports.analysis.naming import arm_name, judges_fewer_bits
 from te_bench.reports.analysis.rows import trial_of
 from te_bench.reports.convergence import planning
-from te_bench.reports.convergence.design import Option, gaps_of, measured, power_table, trial_seconds, warn_of_half
+from te_bench.reports.convergence.design import (
+    ENOUGH,
+    Option,
+    gaps_of,
+    measured,
+    power_table,
+    trial_seconds,
+    warn_of_half,
+)
 from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine, family, first_plan
 from te_bench.reports.convergence.planning import Outlook, Prospect, Spread
-from te_bench.reports.convergence.power import power, two_figures
+from te_bench.reports.convergence.power import fewest, power, two_figures
 from te_bench.reports.convergence.study import scope_of
 
 _SEEDS = (3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 65, 80, 100)  # of the table
@@ -40,6 +48,7 @@ class Forecast:
     trial_s: Mapping[str, float | None]  # of each configuration, by Trial.cell
     machine: Machine
     fixed: str | None = None  # a sentence: what was asked differs, and the first plan counts
+    rest: str | None = None  # a sentence: what the rest of a budget would buy
     scope: str | None = None  # of branches: the part of training that they judge
     trunk_bytes: int | None = None  # of a branch's trunk on disk; None if unknown
     time_from: str | None = None  # a sentence about estimated seconds
@@ -131,7 +140,7 @@ class Forecast:
             ]
             said += [f"  {_pool_instead(outlook)}"] if spread.correlation and outlook.recipes else []
         said += [f"  --pilot gives no spread: {self.unused}"] if self.unused else []
-        said += [f"  {self.fixed}"] if self.fixed else []
+        said += [f"  {one}" for one in (self.fixed, self.rest) if one]
         said.append(f"  time: {self._time()}")
         return said
 
@@ -164,6 +173,15 @@ class Forecast:
             return None
         seed_s, fault_s = (self.seconds - self.broken_s) / self.seeds, self.broken_s / min(self.seeds, self.faults)
         return planning.SeedSeconds(seed_s=seed_s, fault_s=fault_s, faults=self.faults)
+
+    def enough(self, most: int) -> int:
+        """Return the fewest seeds, up to `most`, with a power of ENOUGH at the largest of GAPS."""
+        outlook = self.outlook
+        if outlook is None:
+            return most
+        least = self._fewest if outlook.spread.assumed else max(self._fewest, planning.FEWEST_AFTER_PILOT)
+        found = fewest(lambda seeds: self.option(seeds, outlook).at_half > ENOUGH, least, most)
+        return most if found is None else min(found, most)
 
     def option(self, seeds: int, outlook: Outlook) -> Option:
         """Return the runs, cost and power of a number of seeds."""
@@ -210,11 +228,9 @@ def forecast(experiment: Experiment, earlier: EarlierRuns) -> Forecast:
     seeds, spread = int(judgement["seeds"]), planning.spread(earlier.studies, control)
     outlook, primary = None, _primary(experiment, earlier.journal)
     if spread is not None:
-        by = {"margin": judgement["margin"], "alpha": judgement["alpha"]}
-        number, fewest = len(family(experiment, earlier.journal)), fewest_seeds(experiment)
-        outlook = planning.outlook(
-            seeds=seeds, **by, recipes=number, spread=spread, fewest=fewest, primary=primary is not None
-        )
+        by: dict[str, Any] = {"margin": judgement["margin"], "alpha": judgement["alpha"]}
+        by |= {"recipes": len(family(experiment, earlier.journal)), "fewest": fewest_seeds(experiment)}
+        outlook = planning.outlook(seeds=seeds, **by, spread=spread, primary=primary is not None)
     unused = planning.unlike(earlier.studies, control) if spread is None or spread.assumed else None
     taken, time_from = trial_seconds(experiment.trials, earlier)
     scope = scope_of(control)

@@ -19,6 +19,7 @@ from te_bench.reports.convergence.study import Study
 FEWEST_PAIRS = 3  # with 2, the standard deviation is wrong by a factor of 2 or more in two cases of five
 FEWEST_SEEDS = 3  # two pairs allow no claim, because they do not show how skewed gaps are
 ROUNDING = 0.005  # tolerance of a simulated power
+FEWEST_AFTER_PILOT = 8  # of a plan that a pilot's spread chooses (docs/convergence-statistics.md)
 #: The gaps in nat that were measured after 100 M tokens, of the recipe that is judged first; None: no run is published.
 GAPS: Mapping[str, float | None] = {"gpt2": 0.0035, "llama-114m": None}
 SHARE = 0.0019  # the gap of GPT-2 as a share of bf16's loss, 1.82 (results/h200/convergence-gpt2)

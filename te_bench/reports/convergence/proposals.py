@@ -5,7 +5,7 @@ A design concludes if its seeds have the power that a plan must have, by the spr
 
 import dataclasses
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,11 @@ from te_bench.experiments.spec import Experiment, Options, Trial
 from te_bench.reports.analysis.naming import arm_name
 from te_bench.reports.convergence import planning
 from te_bench.reports.convergence.budget import command
-from te_bench.reports.convergence.design import Option, gaps_of, measured
+from te_bench.reports.convergence.design import Option, gaps_of, listed, measured
 from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine, first_judgement
 from te_bench.reports.convergence.forecast import forecast
 
 CLOSE = 0.05  # a design that proves less is worth naming for so much more power at the largest of GAPS
-ENOUGH = 0.97  # power at the largest of GAPS that more seeds hardly raise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +48,7 @@ class Proposal:
         if after is not None:
             others = f"{self.number - 1} others pass" if self.number > 2 else "other passes"
             hardest = " the hardest" if self.number > 2 else ""
-            said += f"; the {others} only where it does,{hardest} with a power of {_listed(after)}"
+            said += f"; the {others} only where it does,{hardest} with a power of {listed(after)}"
         left = f"{self.left_out} other recipes" if self.left_out > 1 else "other recipe"
         nothing = [f"of the {left}"] if self.left_out else []
         nothing += ["of FP8 before"] if self.scope else []
@@ -103,7 +102,7 @@ class Proposals:
             seconds = one.option.seconds or 0.0
             takes = f"{self.machine.hours(seconds)}{self.machine.elapsed(seconds)}"
             cost = f"{one.option.rounds} seeds, {one.option.runs} runs, {takes}"
-            yield f"  {one.recipes}: {cost}, power {_listed(one.option.power or ())}. Shows {one.shows}", one.command
+            yield f"  {one.recipes}: {cost}, power {listed(one.option.power)}. Shows {one.shows}", one.command
         if self.untaught:
             yield "Random tokens suffice for a plan, and teach a model nothing: run with --data text:FILE.", ""
 
@@ -154,10 +153,7 @@ def search(asked: Options, earlier: EarlierRuns, out: Path | None) -> Proposals 
         most = min(MOST_SEEDS, takes.within(asked.budget_s * earlier.machine.slots))
         if most < fewest:
             continue
-        for seeds in range(most if proposal.asked else fewest, most + 1):
-            proposal = dataclasses.replace(proposal, option=about.option(seeds, outlook))
-            if proposal.option.at_half > ENOUGH:
-                break
+        proposal = dataclasses.replace(proposal, option=about.option(max(fewest, about.enough(most)), outlook))
         if not any(other.replaces(proposal) for other in found):
             found.append(proposal)
     if not least:
@@ -195,10 +191,6 @@ def _designs(one: Experiment, asked: Options) -> Iterator[tuple[Options, str | N
 
 def _recipes(experiment: Experiment) -> list[Trial]:
     return [trial for trial in experiment.trials if trial.problem.get("arm") == "recipe"]
-
-
-def _listed(power: Sequence[float]) -> str:
-    return ", ".join(f"{share:.0%}" for share in power)
 
 
 def _names(recipes: list[Trial], primary: str | None) -> str:
