@@ -103,8 +103,8 @@ def test_a_budget_after_a_pilot_takes_eight_seeds_if_it_holds_them(command: Comm
     draw = random.Random(1)
     records = [ended(trial, 1e-4 * draw.gauss(0, 1)) for trial in trials(4, None, as_pilot=True)]
     pilot = write(tmp_path / "pilot", records, seeds=4, pilot=True)
-    for budget, seeds in ((seconds(100), 8), (seconds(5.5), 5)):
-        assert planned(command, "--budget", f"{budget}s", "--pilot", pilot)["judgement"]["seeds"] == seeds
+    for held, seeds in ((100, 8), (5.5, 5)):
+        assert planned(command, "--budget", f"{seconds(held)}s", "--pilot", pilot)["judgement"]["seeds"] == seeds
 
 
 def test_a_budget_is_spent_on_all_gpus_at_once(command, monkeypatch, tmp_path):
@@ -312,7 +312,7 @@ def test_an_arm_that_no_record_times_is_named(command: Command, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--budget", "1m"], "--budget 60 s: a verdict needs 3 seeds, which take about"),
+        (["--budget", "1m", "--as-pilot"], "--budget 60 s: a pilot needs 3 seeds, which take about"),
         (["--budget", "10m", "--seeds", "7"], "--seeds 7 take about 14 min, and --budget is 10 min: give --seeds 4"),
         (["--timings", "nowhere"], "nowhere holds no journal.jsonl: it is not the --out directory"),
     ],
@@ -324,6 +324,16 @@ def test_what_a_budget_cannot_carry_is_told_and_nothing_written(command, pilot, 
     assert done.code == 2
     assert done.err.startswith(f"te-bench: {message}")
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_budget_too_small_names_the_least_that_concludes(command: Command, pilot: Path) -> None:
+    asked = (*CONVERGENCE, "--pilot", pilot)
+    for verb, told in (("plan", "no design concludes in --budget 60 s; the least takes about"), ("run", "")):
+        done = command(verb, *asked, "--budget", "1m")
+        assert (done.code, told in done.err) == (2, True)
+    [seeds] = re.findall(r"--budget 60 s: a verdict needs (\d+) seeds, which take about", done.err)
+    assert command("plan", *asked, "--seeds", seeds).code == 0
+    assert command("plan", *asked, "--seeds", int(seeds) - 1).code == 2
 
 
 @pytest.mark.parametrize(
@@ -774,7 +784,9 @@ def test_a_design_that_cannot_conclude_is_refused_with_what_it_would_take(comman
     assert pool("--seeds", needed, command=command)[0] == 0
     assert pool("--budget", "20h", command=command)[0] == 0
     code, _, why = pool("--budget", "1h", command=command)
-    assert (code, "--budget 60 min: a verdict needs 3 rounds, which take about 105 min" in why) == (2, True)
+    assert (code, "--budget 60 min: a verdict needs 20 rounds, which take about 10.8 h" in why) == (2, True)
+    code, _, why = pool("--budget", "1h", "--margin", "0.0001", command=command)
+    assert (code, "holds no verdict, and by the planned spread no number of rounds would" in why) == (2, True)
     for only in ("*/bf16/*", "*recipe*"):  # a part of the plan
         assert pool("--seeds", 20, "--only", only, command=command)[0] == 0
     code, said, _ = pool("--as-pilot", command=command)

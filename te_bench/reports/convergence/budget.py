@@ -18,6 +18,10 @@ class BudgetError(ValueError):
     """--budget gives no number of seeds: it is too small for a verdict, or the time of a seed is unknown."""
 
 
+class TooSmallError(BudgetError):
+    """--budget is too small for a verdict."""
+
+
 def seeds_of_budget(one: Experiment, asked: Options, earlier: EarlierRuns, out: Path) -> tuple[int, str | None]:
     """Return how many seeds, or rounds of a pool, --budget takes, and a sentence on what the rest of it would buy or None.
 
@@ -45,12 +49,18 @@ def seeds_of_budget(one: Experiment, asked: Options, earlier: EarlierRuns, out: 
     most = min(limit, takes.within(asked.budget_s * machine.slots))
     budget = planning.duration(asked.budget_s)
     if most < fewest:
-        least = planning.duration(takes.of(fewest) / machine.slots)
-        raise BudgetError(f"--budget {budget}: a verdict needs {fewest} {unit}, which take about {least}{machine.on}")
+        unknown = asked.as_pilot or (about.outlook if isinstance(about, Forecast) else about.spread) is None
+        needed = fewest if unknown else about.needed
+        if needed is None:
+            raise TooSmallError(
+                f"--budget {budget} holds no verdict, and by the planned spread no number of {unit} would"
+            )
+        what, least = "pilot" if asked.as_pilot else "verdict", planning.duration(takes.of(needed) / machine.slots)
+        raise TooSmallError(f"--budget {budget}: a {what} needs {needed} {unit}, which take about {least}{machine.on}")
     if asked.seeds is not None and asked.seeds > most:
-        needed = planning.duration(takes.of(asked.seeds) / machine.slots)
+        asked_s = planning.duration(takes.of(asked.seeds) / machine.slots)
         raise ValueError(
-            f"--seeds {asked.seeds} take about {needed}{machine.on}, and --budget is {budget}: give --seeds {most}, or a "
+            f"--seeds {asked.seeds} take about {asked_s}{machine.on}, and --budget is {budget}: give --seeds {most}, or a "
             "larger budget"
         )
     seeds = asked.seeds or (most if asked.as_pilot else about.enough(most))

@@ -184,16 +184,17 @@ class Design:
     def planned(self) -> Option:
         return self.option(self.rounds)
 
-    def needed(self, gap: float = 0.0) -> int | None:
-        """Return the rounds for a power of 80 %; None if MOST_ROUNDS have less."""
-        assert self.spread is not None
+    @property
+    def needed(self) -> int | None:
+        """The rounds for a power of 80 % at a true gap of 0; None if MOST_ROUNDS have less, or the spread is unknown."""
+        if self.spread is None:
+            return None
         return pooled.rounds_needed(
             self.spread.at_most,
             self.margin,
             ratio=self.ratio,
             share=power.POWER,
             recipes=self.family,
-            gap=gap,
             alpha=self.alpha,
             most=MOST_ROUNDS,
         )
@@ -221,7 +222,7 @@ class Design:
         shown = self.power(self.rounds, 0.0)
         if shown >= power.POWER - planning.ROUNDING:
             return None
-        needed = self.needed()
+        needed = self.needed
         ways = []
         if needed is not None:
             cost = self.seconds(needed)

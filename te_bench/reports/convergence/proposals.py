@@ -102,17 +102,22 @@ class Proposals:
             seconds = one.option.seconds or 0.0
             takes = f"{self.machine.hours(seconds)}{self.machine.elapsed(seconds)}"
             cost = f"{one.option.rounds} seeds, {one.option.runs} runs, {takes}"
-            yield f"  {one.recipes}: {cost}, power {listed(one.option.power)}. Shows {one.shows}", one.command
-        if self.untaught:
-            yield "Random tokens suffice for a plan, and teach a model nothing: run with --data text:FILE.", ""
+            said = f"  {one.recipes}: {cost}, power {listed(one.option.power)}. Shows {one.shows}"
+            yield said + self._untaught, one.command
 
     def least_time(self) -> str:
-        """Return the end of a refusal: the least time in which a design concludes; "" if one does in the budget."""
+        """Return the least time in which a design concludes, and its command; "" if one does in the budget."""
         if self.found:
             return ""
         takes = planning.duration((self.least.option.seconds or 0.0) / self.machine.slots)
-        within = planning.duration(self.budget_s)
-        return f". No design concludes in {within}; the least takes about {takes}{self.machine.on}:\n  {self.least.command}"
+        within = f"--budget {planning.duration(self.budget_s)}"
+        least = f"no design concludes in {within}; the least takes about {takes}{self.machine.on}"
+        return f"{least}{self._untaught}:\n  {self.least.command}"
+
+    @property
+    def _untaught(self) -> str:
+        """What stands beside a command that would train on random tokens."""
+        return ". Random tokens teach a model nothing: run it with --data text:FILE" if self.untaught else ""
 
 
 def search(asked: Options, earlier: EarlierRuns, out: Path | None) -> Proposals | None:
