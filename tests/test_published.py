@@ -1,5 +1,6 @@
 """Published records are of a clean tree and of today's suites, and tables agree; published.toml lists the exceptions."""
 
+import math
 import re
 import tomllib
 from collections import defaultdict
@@ -16,7 +17,7 @@ from te_bench.experiments.spec import Options, Trial
 from te_bench.experiments.store import Journal, load
 from te_bench.reports.analysis import measures
 from te_bench.reports.analysis.rows import TIMED, load_results, trial_of
-from te_bench.reports.convergence import loss_verdict, planning
+from te_bench.reports.convergence import design, loss_verdict, planning
 from te_bench.reports.convergence.study import Study, studies
 from te_bench.reports.exchange.submission import against_the_suite, is_clean, settled
 from te_bench.reports.page import text
@@ -154,6 +155,22 @@ def test_the_gaps_that_plans_expect_are_those_of_the_records() -> None:
     short = max(gaps("convergence-short") + gaps("convergence-dpa"))
     [assumed] = [spread for of, spread in planning.ASSUMED if of["steps"] == 300]
     assert round(short, 4) == assumed.gap
+
+
+def test_the_spreads_that_plans_of_gpt2_assume_are_those_of_the_study() -> None:
+    """Of single runs, by which a pool is planned, about their configuration's mean; of pairs, about a seed's mean, too."""
+    control = study("convergence-gpt2").control.trial.problem
+    runs = np.array([[*arm.finals.values()] for arm in study("convergence-gpt2").arms if len(arm.finals) == 12])
+    centred = runs - runs.mean(axis=1, keepdims=True)
+    noise, df = centred - centred.mean(axis=0), (len(runs) - 1) * (runs.shape[1] - 1)
+    [single], [pair] = (
+        [known for of, known in table if of["model"] == "gpt2" and all(control.get(key) == of[key] for key in of)]
+        for table in (design.ASSUMED, planning.ASSUMED)
+    )
+    assert single.sd == pytest.approx(math.sqrt(runs.var(axis=1, ddof=1).mean()), abs=5e-5)
+    assert single.df == runs.shape[1] - 1
+    assert pair.aa_sd / math.sqrt(2) == pytest.approx(math.sqrt((noise**2).sum() / df), abs=5e-6)
+    assert (pair.pairs - 1, pair.bf16_runs) == (df, 2)
 
 
 def test_the_spreads_that_one_run_a_side_is_told_are_those_of_the_records() -> None:

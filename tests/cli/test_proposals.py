@@ -238,7 +238,7 @@ def test_who_plans_a_sitting_is_told_where_other_designs_are_named(command: Comm
         (("--budget", "2h"), True),
         (("--budget", "9h", "--seeds", 5), False),
         (("--budget", "2h", "--only", "*-control-*,*-aa-*,*-broken-*,*/rowwise_scaling/*"), False),
-        (("--budget", "100h", "--design", "pool"), False),
+        (("--budget", "40h", "--design", "pool"), False),
     ],
     ids=str,
 )
