@@ -1,5 +1,6 @@
 """Published records are of a clean tree and of today's suites, and tables agree; published.toml lists the exceptions."""
 
+import math
 import re
 import tomllib
 from collections import defaultdict
@@ -16,8 +17,8 @@ from te_bench.experiments.spec import Options, Trial
 from te_bench.experiments.store import Journal, load
 from te_bench.reports.analysis import measures
 from te_bench.reports.analysis.rows import TIMED, load_results, trial_of
-from te_bench.reports.convergence import loss_verdict
-from te_bench.reports.convergence.study import studies
+from te_bench.reports.convergence import design, loss_verdict, planning
+from te_bench.reports.convergence.study import Study, studies
 from te_bench.reports.exchange.submission import against_the_suite, is_clean, settled
 from te_bench.reports.page import text
 
@@ -130,14 +131,50 @@ def test_a_trial_of_another_plan_is_seen() -> None:
     assert settled(of) != settled(Trial.from_json(of.to_json() | {"problem": {**of.problem, "learning_rate": 1.0}}))
 
 
+@cache
+def study(name: str) -> Study:
+    [group] = load_results([RESULTS / "h200" / name]).groups
+    [found] = studies(group)
+    return found
+
+
+def arms(name: str) -> dict[str, dict[int, float]]:
+    return {arm.name: arm.finals for arm in study(name).arms}
+
+
+def test_the_gaps_that_plans_expect_are_those_of_the_records() -> None:
+    def gaps(name: str) -> list[float]:
+        of = study(name)
+        done = [arm for arm in of.recipes if arm.finals]
+        return [float(np.mean([loss - of.base(arm)[seed] for seed, loss in arm.finals.items()])) for arm in done]
+
+    first, bf16 = gaps("convergence-gpt2")[0], study("convergence-gpt2").control
+    assert study("convergence-gpt2").primary == study("convergence-gpt2").recipes[0]
+    assert round(first, 4) == planning.GAPS["gpt2"]
+    assert round(first / np.mean(list(bf16.finals.values())), 4) == planning.SHARE
+    short = max(gaps("convergence-short") + gaps("convergence-dpa"))
+    [assumed] = [spread for of, spread in planning.ASSUMED if of["steps"] == 300]
+    assert round(short, 4) == assumed.gap
+
+
+def test_the_spreads_that_plans_of_gpt2_assume_are_those_of_the_study() -> None:
+    """Of single runs, by which a pool is planned, about their configuration's mean; of pairs, about a seed's mean, too."""
+    control = study("convergence-gpt2").control.trial.problem
+    runs = np.array([[*arm.finals.values()] for arm in study("convergence-gpt2").arms if len(arm.finals) == 12])
+    centred = runs - runs.mean(axis=1, keepdims=True)
+    noise, df = centred - centred.mean(axis=0), (len(runs) - 1) * (runs.shape[1] - 1)
+    [single], [pair] = (
+        [known for of, known in table if of["model"] == "gpt2" and all(control.get(key) == of[key] for key in of)]
+        for table in (design.ASSUMED, planning.ASSUMED)
+    )
+    assert single.sd == pytest.approx(math.sqrt(runs.var(axis=1, ddof=1).mean()), abs=5e-5)
+    assert single.df == runs.shape[1] - 1
+    assert pair.aa_sd / math.sqrt(2) == pytest.approx(math.sqrt((noise**2).sum() / df), abs=5e-6)
+    assert (pair.pairs - 1, pair.bf16_runs) == (df, 2)
+
+
 def test_the_spreads_that_one_run_a_side_is_told_are_those_of_the_records() -> None:
     """Of runs and of gaps; the least spread of runs is of another project."""
-
-    def arms(name: str) -> dict[str, dict[int, float]]:
-        [group] = load_results([RESULTS / "h200" / name]).groups
-        [study] = studies(group)
-        return {arm.name: arm.finals for arm in study.arms}
-
     short, e4m3 = arms("convergence-short"), arms("convergence-e4m3")
     gaps = [
         stdev(loss - arm[bf16][seed] for seed, loss in arm[recipe].items() if seed in arm[bf16])

@@ -80,7 +80,7 @@ def plan(
     """
     from te_bench.experiments.adoption import adoptee
     from te_bench.experiments.plan import slow_on_a_cpu
-    from te_bench.reports.convergence.budget import BudgetError
+    from te_bench.reports.convergence.budget import BudgetError, TooSmallError
 
     limit = None if within is None else planned.Limit(within)
     directory = results_of(suite, asked, out)
@@ -100,7 +100,7 @@ def plan(
         )
     except BudgetError as error:
         if designs is None or not designs.instead:
-            raise ValueError(f"{error}{least}") from None
+            raise ValueError(least if least and isinstance(error, TooSmallError) else _and(str(error), least)) from None
         print(json.dumps({"suite": suite, "trials": [], "refused": str(error), "designs": designs.to_json()}, indent=2))
         return
     sitting = None
@@ -118,7 +118,11 @@ def plan(
     if slow := slow_on_a_cpu(experiment.trials, asked):
         say(f"warning: {slow}", indent="    ")
     if refused:
-        raise ValueError(f"no plan to run: {refused}{least}")
+        raise ValueError(_and(f"no plan to run: {refused}", least))
+
+
+def _and(refusal: str, least: str) -> str:
+    return f"{refusal}; {least}" if least else refusal
 
 
 def _to_json(experiment: "Experiment", designs: "Proposals | None", sitting: planned.Sitting | None) -> dict[str, Any]:

@@ -80,9 +80,10 @@ class LossComparison:
     t_interval: tuple[float, float] | None = None  # 1 - 2 alpha, Student's or Welch's: too narrow for skewed gaps
     claims: Claims = UNCLAIMED
     correlation: float | None = None  # between the losses of a pair
-    power: float | None = None  # to show equivalence with these n and sd at a true gap of 0
-    detectable: float | None = None  # the smallest margin with 80 % power, with these n and sd
-    seeds_needed: int | None = None  # for 80 % power with this sd at a true gap of 0
+    # At the hardest step of Holm's procedure, alpha / family, with these n and sd:
+    power: float | None = None  # to show equivalence at a true gap of 0
+    detectable: float | None = None  # the smallest margin with 80 % power
+    seeds_needed: int | None = None  # for 80 % power at a true gap of 0
     seeds_needed_at_gap: int | None = None  # to show that the measured gap is within the margin, or beyond it
     outliers: tuple[int, ...] = ()  # places of pairs with a gap far from the others'
     verdict: Verdict
@@ -111,6 +112,7 @@ def compare(
     alpha: float = 0.05,
     paired: bool = True,
     called: str = "control",
+    family: int = 1,
 ) -> LossComparison:
     """Return the comparison of n losses an arm: EQUIVALENT if the tests of gap < margin and gap > -margin reject (TOST).
 
@@ -118,6 +120,9 @@ def compare(
     Welch's test with Satterthwaite's degrees of freedom. EQUIVALENT and NON_INFERIOR both need the test of gap < margin to
     reject, so a candidate that is worse by the margin or more gets either in at most alpha of cases, for gaps as
     `skewed.ASSUMPTION` says. `called`: what reasons call the control.
+
+    family: the candidates that Holm's procedure judges together. Power and what follows from it are at its hardest step, and
+    the claims by themselves at alpha.
 
     INCONCLUSIVE without a test: 2 runs; gaps that do not vary; an arm that counts one run several times. But if every pair
     ended on the same loss and the seeds differ, both computed the same: EQUIVALENT.
@@ -150,9 +155,9 @@ def compare(
         t_interval=(mean.value - student, mean.value + student) if mean else None,
         claims=claims,
         correlation=_correlation(*arms) if paired else None,
-        power=tost_power(margin, se=mean.se, df=mean.df, alpha=alpha) if mean else None,
-        detectable=detectable(se=mean.se, df=mean.df, alpha=alpha) if mean else None,
-        seeds_needed=seeds_needed(sd, margin, alpha=alpha, paired=paired) if mean else None,
+        power=tost_power(margin, se=mean.se, df=mean.df, alpha=alpha / family) if mean else None,
+        detectable=detectable(se=mean.se, df=mean.df, alpha=alpha / family) if mean else None,
+        seeds_needed=seeds_needed(sd, margin, alpha=alpha / family, paired=paired) if mean else None,
         seeds_needed_at_gap=at_gap,
         outliers=outliers(gaps) if mean and gaps is not None else (),
         verdict=verdict,
@@ -190,10 +195,14 @@ def judge(
     broken = dict(diverged or {})
     names = list(dict.fromkeys([*arms, *broken]))
     check_test(margin, alpha)
-    known = {name: arms[name] for name in names if name not in broken}
-    compared = {name: compare(*pair, margin=margin, alpha=alpha, paired=paired) for name, pair in known.items()}
+    first = primary if primary in names else None
+    family = {name: 1 if name == first else len(names) - (first is not None) for name in names}
+    compared = {
+        name: compare(*arms[name], margin=margin, alpha=alpha, paired=paired, family=family[name])
+        for name in names
+        if name not in broken
+    }
     found = {name: compared[name].claims if name in compared else UNCLAIMED for name in names}
-    first = primary if primary in found else None
     own = adjusted = every = after_holm(found)
     if first is not None:
         gate = found[first]
@@ -203,7 +212,6 @@ def judge(
             name: Claims(max(c.equivalent, gate.equivalent), max(c.non_inferior, gate.non_inferior), c.inferior)
             for name, c in own.items()
         }
-    family = {name: 1 if name == first else len(names) - (first is not None) for name in names}
     return {
         name: CandidateVerdict(verdict=Verdict.DIVERGED, reason=broken[name], family=family[name])
         if name in broken

@@ -133,7 +133,7 @@ def _compared(
         interval=(gap - bound * se, gap + bound * se) if math.isfinite(bound) else None,
         t_interval=(gap - student, gap + student),
         claims=pooled.claims(looked, margin, study.rounds, ratio),
-        power=pooled.power(study.rounds, sd, margin, ratio=ratio, alpha=alpha),
+        power=pooled.power(study.rounds, sd, margin, ratio=ratio, alpha=hardest),
         detectable=sd * pooled.least_margin(study.rounds, ratio, hardest, power.POWER),
         seeds_needed=pooled.rounds_needed(sd, margin, ratio=ratio, share=power.POWER, alpha=hardest),
         outliers=outliers(ours),
