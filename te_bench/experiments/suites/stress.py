@@ -5,7 +5,9 @@ import dataclasses
 from te_bench.experiments import presets, suite_trials
 from te_bench.experiments.spec import Experiment, Options
 
-FACTORS = tuple(2**n for n in range(7))  # a tiny GPT diverges between 4 and 16 in every precision (CPU, six seeds, 2026-11-26)
+FACTORS = tuple(
+    2**n for n in range(7)
+)  # a tiny GPT diverges between 4 and 16 in every precision (CPU, six seeds, 2026-11-26)
 SEEDS = 6  # the fewest whose smallest and largest value enclose the median in 95 % of cases
 #: Faults of scale, planted at the usual rate into FAULTY: if no run diverged with them, the suite could detect nothing.
 FAULTS, FAULTY = ("nan_at_depth", "poisoned_token", "short_history"), "delayed_scaling"

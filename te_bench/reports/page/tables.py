@@ -122,9 +122,9 @@ def summary(directories: Sequence[Path]) -> str:
 
 
 def terminal(table: Table, across: int = TERMINAL_WIDTH) -> list[str]:
-    """Return the table's lines, with columns padded to their widest value; GIVING_WAY's columns make room for names.
+    """Return the table's rows, with columns padded to their widest value; GIVING_WAY's columns make room for names.
 
-    A name that still has no room continues below, because its end may be all that distinguishes it.
+    A name that still has no room continues below, on further lines of its row: its end may be all that distinguishes it.
     """
     columns = [[column.title, *(row[i].text for row in table.rows)] for i, column in enumerate(table.columns)]
     widths = [max(map(len, column)) for column in columns]
@@ -133,12 +133,12 @@ def terminal(table: Table, across: int = TERMINAL_WIDTH) -> list[str]:
         if _room(widths, kept, across) < min(widths[0], LEAST_NAME):
             kept.remove(i)
     width = max(12, min(widths[0], _room(widths, kept, across)))
-    lines = []
+    rows = []
     for line in zip(*(columns[i] for i in kept), strict=True):
         first, *more = textwrap.wrap(line[0], width, subsequent_indent="  ", break_on_hyphens=False)
         shown = [value.rjust(widths[i]) for value, i in zip(line[1:], kept[1:], strict=True)]
-        lines += ["  ".join([first.ljust(width), *shown]), *more]
-    return lines
+        rows.append("\n".join(["  ".join([first.ljust(width), *shown]), *more]))
+    return rows
 
 
 def _room(widths: Sequence[int], kept: Sequence[int], across: int) -> int:
