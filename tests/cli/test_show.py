@@ -71,6 +71,23 @@ def test_bars_are_sorted_and_as_long_as_what_they_show(command: Command, ladder:
     assert "\x1b" not in done.out
 
 
+def test_show_and_advice_tell_one_record_alike(command: Command) -> None:
+    """The same verdict, the same names; a time that is the baseline's over a paired speed-up says so."""
+    folder = RESULTS / "advise" / "llama-3.2-1b"
+    advice = (folder / "advice.md").read_text().replace("\\", "")
+    said = " ".join(command("show", folder).out.split())
+    judged = re.search(r"no study has judged this step\. (GPT-2 124M[^;]*)", advice)
+    assert judged is not None
+    assert judged[1] in said
+    assert "No study has judged this step" in said
+    assert "by its pair with the baseline: te-bench FP8, current scaling" in said
+    fastest = command("show", folder, "fastest").out
+    assert "of fewer runs than the baseline's, the baseline's ms over the speed-up" in " ".join(fastest.split())
+    for name in ("torchao FP8, current scaling", "torchao FP8, rowwise scaling"):
+        assert name in fastest
+        assert f"| {name}, torch.compile |" in advice
+
+
 def test_a_terminal_without_blocks_gets_ascii(ladder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from te_bench import cli
 

@@ -21,6 +21,7 @@ from te_bench.reports.page.headlines import headlines
 from te_bench.reports.page.table import Table
 
 WIDTH, HEIGHT = 80, 24  # characters of a terminal
+BY_PAIRS = "of fewer runs than the baseline's, the baseline's ms over the speed-up"
 LEAST_BAR = 8  # characters of the longest bar, if names are long
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 #: Replacements for a terminal with ASCII only.
@@ -169,11 +170,12 @@ def _verdict(result: GroupResult) -> list[Part]:
 
 def _fastest(result: GroupResult) -> list[Part]:
     charts: list[Part] = []
-    ranked = [("a step", result.steps.steps)]
-    ranked += [(f"forward and backward of a layer, {one.name}", one.ranking.steps) for one in _by_variant(result)]
-    for what, steps in ranked:
-        bars = (_step_bar(step) for step in steps if step.latency_s)
-        charts += _chart(f"ms {what}, and its speed-up over the baseline", bars)
+    ranked = [("a step", result.steps)]
+    ranked += [(f"forward and backward of a layer, {one.name}", one.ranking) for one in _by_variant(result)]
+    for what, ranking in ranked:
+        bars = (_step_bar(step) for step in ranking.steps if step.latency_s)
+        pairs = f"; {BY_PAIRS}" if ranking.by_pairs else ""
+        charts += _chart(f"ms {what}, and its speed-up over the baseline{pairs}", bars)
     scaled = sorted((step for step in result.scaled if step.tokens_per_s), key=lambda step: -(step.tokens_per_s or 0.0))
     speeds = ((step.configuration.label, step.tokens_per_s or 0.0) for step in scaled)
     bars = (TextBar(name=name, value=speed, shown=text.count(speed)) for name, speed in speeds)

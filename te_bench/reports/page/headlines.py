@@ -90,7 +90,8 @@ def _in_fewer_bits(trial: Trial) -> int:
 
 def _what_is_proven(trial: Trial) -> str:
     """Return the published verdict on a step in fewer bits, and the command that judges it."""
-    fused, problem = trial.problem.get("blocks") == "fused", trial.problem
+    problem = trial.problem
+    fused = problem.get("blocks") == "fused" or bool(problem.get("parts"))  # a user's model with the fused kernels
     if words := run_options.fewer_words(problem):
         asked = [f"--{name} {problem[name]}" for name in ("weights", "states") if problem.get(name)]
         asked += [f"--recipes {trial.recipe}"] if trial.recipe else []
@@ -101,6 +102,7 @@ def _what_is_proven(trial: Trial) -> str:
     of_others = problem.get("rival") or problem.get("linears")
     known = None if of_others else nearest(trial.recipe, fused=fused)
     published = f"Published: {known.in_words()}" if known else "No verdict on this step is published"
+    published = f"No study has judged this step. {published}" if known and problem.get("parts") else published
     judges = f"te-bench run convergence --recipes {trial.recipe}{' --fused' if fused else ''}"
     return f"These times do not say whether FP8 trains like bf16. {published}; {judges} judges it."
 
@@ -133,7 +135,8 @@ def _fastest(found: StepRanking, what: str, where: str) -> list[str]:
     if found.alone:
         number = f"{len(found.alone)} configurations" if len(found.alone) > 1 else "One configuration"
         once = f"{number} ran once, so no interval compares them with these"
-        sentences.append(f"{once}; the fastest: {_time(found.alone[0])}.")
+        by_pair = ", by its pair with the baseline" if found.by_pairs and found.alone[0].speedup else ""
+        sentences.append(f"{once}; the fastest{by_pair}: {_time(found.alone[0])}.")
     return sentences
 
 
