@@ -196,12 +196,12 @@ class Run:
             )
             return
         if expected <= self.budget_s:
-            said += f"{len(steps)} steps and the parts that decide are measured, {about}"
+            said += f"As a rule up to {len(steps)} runs of steps and the parts that decide are measured, {about}"
             self.say(f"{said}; --budget allows {duration(self.budget_s)}.")
             return
         held = max(1, self.affordable([q.survey(), *steps]) - 1)
-        said += f"All of it takes {about}; in your {duration(self.budget_s)}: the survey and "
-        self.say(f"{said}{held} {'steps' if held > 1 else 'step'}.")
+        said += f"All of it takes {about}; in your {duration(self.budget_s)}: the survey and about "
+        self.say(f"{said}{held} {'runs of steps' if held > 1 else 'run of a step'}.")
 
     def do(self, trials: Sequence[Trial]) -> list[Record]:
         fresh = [trial for trial in dict.fromkeys(t.id for t in trials) if trial not in self.records]
