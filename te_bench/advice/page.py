@@ -121,7 +121,8 @@ def _steps(evidence: Evidence, decision: Decision) -> Drawing:
             )
         )
     caption = "Time of one step by kind of work"
-    return draw("steps", "steps", caption, title(evidence.question), stacked_bars(stacks, FLOOR_KINDS, "ms a step"))
+    alt = f"{caption}: {title(evidence.question)}"
+    return draw("steps", "steps", caption, alt, stacked_bars(stacks, FLOOR_KINDS, "ms a step"))
 
 
 def _of_parts(noisy: Iterable[bool]) -> str:
