@@ -1,8 +1,7 @@
 """Say whether the advised step trains like bf16: the nearest published verdict, and a command that tests the model."""
 
 from te_bench.advice.candidates import Choice, Question
-from te_bench.models import rivals
-from te_bench.reports.analysis.naming import recipe_name
+from te_bench.reports.analysis.naming import recipe_name, rival_name
 from te_bench.reports.convergence import published
 from te_bench.reports.convergence.published import Published
 
@@ -28,7 +27,7 @@ def in_words(question: Question, choice: Choice, seconds: float) -> str:
         return "Convergence: same bf16 arithmetic as now, so nothing changes."
     found = nearest(choice)
     if found is None:
-        what = rivals.called(choice.rival) if choice.rival else recipe_name(choice.recipe)
+        what = rival_name(choice.rival) if choice.rival else recipe_name(choice.recipe)
         said = f"no verdict is published for {what} {'in fused blocks' if choice.fused else 'so'}"
     else:
         said = f"no study has judged this step. {found.in_words()}"

@@ -142,7 +142,8 @@ def _picture(ours: Sequence[Answer]) -> Drawing:
     legend_below(figure, [Patch(facecolor=colour, label=label) for colour, label in legend.items()], 1, left=True)
     alt = "; ".join("".join(bar.alt for bar in bars) for bars in shown)
     steps = text.listed([have, *([legend[MIDDLE]] if MIDDLE in legend else []), use], 3)
-    return draw("headline", "headline", f"ms a step of {steps}{_where(ours)}", alt, figure)
+    caption = f"ms a step of {steps}{_where(ours)}"
+    return draw("headline", "headline", caption, f"{caption}: {alt}", figure)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

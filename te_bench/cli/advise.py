@@ -82,6 +82,7 @@ def advise(
     from te_bench.experiments import environment, plan, run_options
     from te_bench.experiments.spec import DEVICES, Options
     from te_bench.experiments.store import own
+    from te_bench.models.configs import configs
     from te_bench.reports.exchange import submission
 
     journal = _recorded(out, [device, gpus, memory, fresh or None]) if recorded else None
@@ -132,6 +133,8 @@ def advise(
         recorded=recorded,
     )
     budget_s = 0.0 if recorded else asked.budget_s
+    if question.preset and tokens and tokens > (longest := configs()[model].block_size):
+        warn(f"warning: --tokens {tokens}: {model}'s longest sequence has {longest}; steps of more take longer")
     if not recorded and (slow := plan.slow_on_a_cpu([question.trial(question.have)], asked)):
         warn(f"warning: {slow}")
     try:
@@ -139,9 +142,8 @@ def advise(
             question, carry_out, budget_s=budget_s, memory=limit, room=room, known=carry_out.known()
         ).gather()
     except NothingMeasured as nothing:
-        print(
-            f"Nothing could be measured: {str(nothing).replace('(--timeout)', '; a larger --budget gives it longer')}"
-        )
+        said = str(nothing).replace("(--timeout)", "; a larger --budget gives it longer")
+        print(f"Nothing could be measured: {said.replace('see logs/', f'see {directory}/logs/')}")
         raise typer.Exit(NOTHING) from None
     raise typer.Exit(_answer(evidence, directory, machine["id"], limit, published=published, rewrite=rewrite))
 

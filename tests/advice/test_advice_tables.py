@@ -74,7 +74,7 @@ def test_answers_that_differ_have_a_column_and_rivals_without_a_time_one_note(pu
     assert second == "undecided"
     assert "for all" not in table.caption
     assert table.note.endswith(
-        " No time of torchao tensorwise and torchao rowwise: quick, slow. No time of Liger: slow."
+        " No time of torchao FP8, current scaling and torchao FP8, rowwise scaling: quick, slow. No time of Liger: slow."
     )
 
 

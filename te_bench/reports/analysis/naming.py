@@ -123,11 +123,19 @@ def rival_of(trial: Trial) -> str | None:
     return name or None  # a journal may have rivals that this te-bench does not know
 
 
-def precision_name(trial: Trial) -> str:
+def rival_name(name: str) -> str:
+    """Return a rival's title with its recipe: Liger; torchao FP8, current scaling; any other name unchanged."""
+    if name not in rivals.names():
+        return name
+    rival = rivals.load(name)
+    return f"{rival.title} {precision_name(rival)}, {recipe_name(rival.recipe)}" if rival.recipe else rival.title
+
+
+def precision_name(of: Trial | rivals.Rival) -> str:
     """Return the precision in words: bf16, FP8, MXFP8, NVFP4."""
-    if trial.precision != "fp8":
-        return trial.precision
-    return _BLOCK_FORMATS.get(str(trial.recipe).partition("_")[0], "FP8")
+    if of.precision != "fp8":
+        return of.precision
+    return _BLOCK_FORMATS.get(str(of.recipe).partition("_")[0], "FP8")
 
 
 def kernel_name(attention: str) -> str:

@@ -160,7 +160,7 @@ def _curves(found: LossVerdict) -> list[Drawing]:
         return []
     what = "training loss" if found.candidate.training else "loss"
     where = f"{what} against the step, each seed a thin line, their mean a thick one"
-    return [draw("losses", "losses", "Losses", where, _curve_figure(arms, what))]
+    return [draw("losses", "losses", "Losses", f"Losses: {where}", _curve_figure(arms, what))]
 
 
 def _curve_figure(arms: Sequence[Losses], what: str) -> Figure:
@@ -217,7 +217,7 @@ def _thinned(curve: Curve) -> Curve:
 
 def _gap(found: LossVerdict, c: LossComparison) -> Drawing:
     where = f"the mean gap over the margin {c.margin:g}; the verdict goes by its {level(c.alpha)} interval"
-    return draw("gap", "gap", "The gap against the margin", where, _forest(found, c))
+    return draw("gap", "gap", "The gap against the margin", f"The gap against the margin: {where}", _forest(found, c))
 
 
 def _forest(found: LossVerdict, c: LossComparison) -> Figure:

@@ -132,9 +132,10 @@ def screen(most: int | None = None) -> int:
 
 
 def terminal(table: Table, across: int = TERMINAL_WIDTH) -> list[str]:
-    """Return the table's lines. Where it is too wide, GIVING_WAY's columns go, and remarks in brackets go below.
+    """Return the table's rows, each of one line or more.
 
-    Then the widest column gives way first: its cells continue below, because their ends may be all that distinguishes them.
+    Where it is too wide, GIVING_WAY's columns go, and remarks in brackets go below. Then the widest column gives way first:
+    its cells continue below, because their ends may be all that distinguishes them.
     """
     kept = [i for i, column in enumerate(table.columns) if column.title not in UNSHOWN]
     cells = [[column.title, *(row[i].text for row in table.rows)] for i, column in enumerate(table.columns)]
@@ -147,12 +148,14 @@ def terminal(table: Table, across: int = TERMINAL_WIDTH) -> list[str]:
         below = [line for i in kept if table.columns[i].numeric for line in _without_remarks(cells[0], cells[i])]
     columns = _folded([cells[i] for i in kept], across)
     widths = [max(len(line) for cell in column for line in cell) for column in columns]
-    lines = []
+    rows = []
     for row in zip(*columns, strict=True):
+        lines = []
         for name, *values in zip_longest(*row, fillvalue=""):
             shown = [value.rjust(width) for value, width in zip(values, widths[1:], strict=True)]
             lines.append("  ".join([name.ljust(widths[0]), *shown]).rstrip())
-    return [*lines, *(part for line in below for part in _lines(line, across, "  "))]
+        rows.append("\n".join(lines))
+    return [*rows, *(part for line in below for part in _lines(line, across, "  "))]
 
 
 def _room(widths: Sequence[int], kept: Sequence[int], across: int) -> int:

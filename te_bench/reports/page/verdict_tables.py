@@ -25,8 +25,8 @@ def gaps(found: StudyVerdict) -> Table | None:
         f"Gap: final validation loss less {against}, both evaluated in bf16; above 0 is worse; in per cent of {whose} loss. "
         f"{effort(found)}. The test uses the {level(found.alpha)} interval; ±: half of the 95 % one. Power: to show "
         "equivalence at a true gap of 0, at the hardest step of Holm's procedure. Detectable: the smallest margin with 80 % "
-        "power there. By t: Student's interval, too narrow where gaps are skewed. Natively: evaluated as it trains. Training "
-        "loss: over the last tenth of the steps, and its gap. "
+        "power there. By t: Student's interval, too narrow where gaps are skewed. Natively: evaluated as it trains. "
+        "Training loss: over the last tenth of the steps, and its gap. "
     )
     if found.study.two_bf16_runs:
         note += f"A/A is the second of {whose} two runs; its gap and the planted fault's are to the first. "
