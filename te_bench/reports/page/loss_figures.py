@@ -39,8 +39,7 @@ def losses(comparison: TrainingComparison, axis: str) -> Figure | None:
         "training loss": [part(_smoothed(training.train)) for training in drawn],
     }
     shown = {what: found for what, found in series.items() if any(found)}
-    names = ["\n".join(text.folded(_legend_name(training), NAME)) for training in drawn]
-    figure = blank(0.8 + 2.1 * len(shown) + 0.19 * (4 + sum(name.count("\n") + 1 for name in names)))
+    figure = blank(0.8 + 2.1 * len(shown))
     panels = figure.subplots(len(shown), sharex=True, squeeze=False)[:, 0]
     handles: list[Line2D | Patch] = []
     above: list[list[str]] = [[] for _ in drawn]
@@ -61,15 +60,17 @@ def losses(comparison: TrainingComparison, axis: str) -> Figure | None:
             first = max(each[0].mean for each in found if each)
             notes.append(f"{what}: its first fall, from {first:.3g}, is above the frame")
     panels[-1].set_xlabel("step" if axis == "step" else "training time, s")
-    for place, (name, whats) in enumerate(zip(names, above, strict=True)):
+    for place, (training, whats) in enumerate(zip(drawn, above, strict=True)):
         panel = "" if len(whats) == len(shown) else "".join(f"{what} " for what in whats)
-        where = f", {panel}above the frame" if whats else ""
-        handles.append(Line2D([], [], label=f"{name}{where}", **_line(place, 1)))
+        name = f"{_legend_name(training)}, {panel}above the frame" if whats else _legend_name(training)
+        handles.append(Line2D([], [], label="\n".join(text.folded(name, NAME)), **_line(place, 1)))
     if part is _last_part:
         notes.append(f"each from where it is within {100 * NEAR:g} % of its end")
     if any(len(training.train) > SMOOTH for training in drawn):
         notes.append(f"training loss: means over 1/{SMOOTH} of the training each")
     handles += [Line2D([], [], linestyle="", label=note) for note in notes]
+    lines = sum(str(handle.get_label()).count("\n") + 1 for handle in handles)
+    figure.set_figheight(figure.get_figheight() + 0.19 * (lines + 1))
     legend_below(figure, handles, 1, left=True)
     return figure
 

@@ -344,12 +344,12 @@ def test_in_a_narrow_terminal_remarks_go_below_and_then_the_widest_column_gives_
         ("bf16, A/A", "EQUIVALENT", "[-0.0025, +0.0025]", "12", f"1.00× [0.99, 1.01] ({remark})"),
     ]
     rows = [dict(zip(titles, map(word, row), strict=True)) for row in cells]
-    shown = terminal(filled("x", "", rows, text_columns=2), across)
+    shown = "\n".join(terminal(filled("x", "", rows, text_columns=2), across)).splitlines()
     assert shown[: len(lines)] == lines
     said = f"To equal loss, {name}; bf16, A/A: {remark}"
     assert " ".join(" ".join(shown[len(lines) :]).split()) == said
     assert max(map(len, shown)) <= across
-    wide = terminal(filled("x", "", rows, text_columns=2), 160)
+    wide = "\n".join(terminal(filled("x", "", rows, text_columns=2), 160)).splitlines()
     assert [line.endswith(f"] ({remark})") for line in wide] == [False, True, True]
 
 
