@@ -157,6 +157,20 @@ def test_the_gaps_that_plans_expect_are_those_of_the_records() -> None:
     assert round(short, 4) == assumed.gap
 
 
+def test_the_planted_fault_was_caught_in_each_published_training_that_plans_take_it_from() -> None:
+    found = {
+        one.broken.trial.problem["steps"]: one
+        for one in map(study, ("convergence-short", "convergence-gpt2", "convergence-char"))
+    }
+    for model, steps, branch_at in planning.FAULT_SEEN:
+        if model == "tiny":
+            continue
+        of, problem = found[steps], found[steps].control.trial.problem
+        assert (problem["model"], problem.get("branch_at")) == (model, branch_at)
+        gap = min(of.broken.finals.values()) - max(of.control.finals.values())
+        assert gap > 10 * of.number("margin")
+
+
 def test_the_spreads_that_plans_of_gpt2_assume_are_those_of_the_study() -> None:
     """Of single runs, by which a pool is planned, about their configuration's mean; of pairs, about a seed's mean, too."""
     control = study("convergence-gpt2").control.trial.problem

@@ -74,7 +74,7 @@ def plan(
     within: Within = None,
     as_json: Json = False,
 ) -> None:
-    """Show the trials that `run` would do, in order, without running them.
+    """Say how long a run takes and what it can show, and list its trials in order, without running them.
 
     `te-bench plan scaling --world 1024` predicts a model's step on many GPUs; add --help for its options.
     """
@@ -111,12 +111,12 @@ def plan(
         more = {} if forecast is None else {**forecast.to_json(), "refused": refused}
         print(json.dumps({**_to_json(experiment, designs, sitting), **more}, indent=2))
         return
-    how_long = forecast.sentences() if forecast else [planned.time_of(experiment, directory, adoptee(asked))]
-    _say_plan(experiment, how_long, designs)
+    said = list(forecast.sentences()) if forecast else [planned.time_of(experiment, directory, adoptee(asked))]
     if within is not None and sitting is not None:
-        say(sitting.sentence(within, forecast.machine.on if forecast else ", one at a time"), indent="    ")
+        said.append(sitting.sentence(within, forecast.machine.on if forecast else ", one at a time"))
     if slow := slow_on_a_cpu(experiment.trials, asked):
-        say(f"warning: {slow}", indent="    ")
+        said.append(f"warning: {slow}")
+    _say_plan(experiment, said, designs)
     if refused:
         raise ValueError(_and(f"no plan to run: {refused}", least))
 
@@ -134,26 +134,29 @@ def _to_json(experiment: "Experiment", designs: "Proposals | None", sitting: pla
     return {"suite": experiment.suite, "baseline": experiment.baseline, "trials": trials, **more}
 
 
-def _say_plan(experiment: "Experiment", how_long: Sequence[str], designs: "Proposals | None") -> None:
-    """Print the trials, plainly and as --only takes them, why some do not run, how long they take, and other designs."""
+def _say_plan(experiment: "Experiment", said: Sequence[str], designs: "Proposals | None") -> None:
+    """Print how long the trials take and what is said of them, other designs, and last the trials, which may be hundreds.
+
+    A trial is named plainly and as --only takes it.
+    """
     from te_bench.reports.analysis.naming import count_trials
     from te_bench.reports.analysis.rows import listed_names
 
     undivided = _undivided(experiment)
     plain = listed_names({trial.cell: trial for trial in experiment.trials})
     width = min(max(map(len, plain.values()), default=0), WIDEST)
-    for trial in experiment.trials:
-        print(f"{plain[trial.cell]:{width}} ", trial.name, *(["(unsupported)"] if trial.id in undivided else []))
     print(f"{len(experiment.trials)} trials: {experiment.title}")
     for reason, number in Counter(undivided.values()).items():
         say(f"unsupported: {count_trials(number)}: {reason}", indent="    ")
     for sentence in experiment.left_out:
         say(f"left out: {sentence}", indent="    ")
     long = planned.beforehand(experiment)
-    for sentence in [*([long] if long else []), *how_long]:
+    for sentence in [*([long] if long else []), *said]:
         say(sentence, indent="    ")
     if designs and len(designs.found) > 1:
         _say_designs(designs)
+    for trial in experiment.trials:
+        print(f"{plain[trial.cell]:{width}} ", trial.name, *(["(unsupported)"] if trial.id in undivided else []))
 
 
 def _say_designs(designs: "Proposals") -> None:

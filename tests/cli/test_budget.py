@@ -429,6 +429,27 @@ def test_what_is_known_of_the_spread_is_used_and_else_said_to_be_assumed(command
     assert "measured on 4 seeds, pair correlation 1.00" in text
 
 
+def test_a_plan_whose_planted_fault_no_record_has_shown_says_so(command: Command, tmp_path: Path) -> None:
+    """The verdict on thirty steps was void: a fault takes time to be seen."""
+    told = "planted fault: no record shows how far it ends above bf16 in this training"
+    for design in ("pairs", "pool"):
+        for steps, unseen in ((30, True), (150, False)):
+            asked = (*CONVERGENCE, "--design", design, "--steps", steps, "--seeds", 3)
+            assert (told in plainly(command("plan", *asked).out)) == unseen
+        assert told not in plainly(command("plan", *CONVERGENCE, "--design", design, "--steps", 30, "--as-pilot").out)
+    part = ("--steps", 30, "--seeds", 3, "--only", "*-control-*,*-aa-*,*-recipe-*")
+    assert told not in plainly(command("plan", *CONVERGENCE, *part).out)
+    pilot = write(tmp_path / "pilot", [ended(trial) for trial in trials(3, 30, as_pilot=True)], seeds=3, pilot=True)
+    assert told not in plainly(command("plan", *CONVERGENCE, "--steps", 30, "--pilot", pilot).out)
+
+
+def test_the_trials_of_a_plan_stand_behind_what_it_says(command: Command) -> None:
+    lines = command("plan", *CONVERGENCE, "--seeds", "5").out.splitlines()
+    ids = [trial.id for trial in trials(5, None)]
+    assert [line.split()[0] for line in lines[-len(ids) :]] == ids
+    assert lines[0].startswith(f"{len(ids)} trials: Convergence")
+
+
 def test_holm_s_hardest_step_is_said(command: Command, pilot: Path) -> None:
     several = ("--recipes", "delayed_scaling,rowwise_scaling,float8_block_scaling,float8_current_scaling")
     asked = ("--seeds", "8", "--timings", pilot)

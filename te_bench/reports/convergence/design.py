@@ -154,6 +154,7 @@ class Design:
     pilot: bool
     fixed: str | None = None  # a sentence: what was asked differs, and the first plan counts
     rest: str | None = None  # a sentence: what the rest of a budget would buy
+    unseen_fault: str | None = None  # a sentence: no record shows the planted fault's gap
     gap: float | None = None  # that was measured so far
 
     @property
@@ -313,7 +314,8 @@ class Design:
             said += power_table(self.options, self.machine, gaps=self.gaps, planned=self.rounds, unit="rounds")
             said += [] if self.pilot else warn_of_half(self.planned, self.margin)
         said += [f"  --pilot gives no spread: {self.unused}"] if self.unused else []
-        said += [f"  {one}" for one in (self.fixed, self.rest) if one]
+        fault = None if self.pilot else self.unseen_fault
+        said += [f"  {one}" for one in (fault, self.fixed, self.rest) if one]
         by = f" ({self.time_from})" if self.time_from else ""
         seconds = self.seconds(self.rounds)
         if seconds is None:
@@ -383,6 +385,7 @@ def design_of(experiment: Experiment, earlier: EarlierRuns) -> Design:
         trial_s=trial_s,
         machine=earlier.machine,
         pilot=bool(experiment.judgement.get("pilot")),
+        unseen_fault=planning.unseen_fault(trials, earlier.studies),
         gap=None if known is None or judges_fewer_bits(trials) else known.gap,
     )
 

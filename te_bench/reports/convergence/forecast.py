@@ -49,6 +49,7 @@ class Forecast:
     machine: Machine
     fixed: str | None = None  # a sentence: what was asked differs, and the first plan counts
     rest: str | None = None  # a sentence: what the rest of a budget would buy
+    unseen_fault: str | None = None  # a sentence: no record shows the planted fault's gap
     scope: str | None = None  # of branches: the part of training that they judge
     trunk_bytes: int | None = None  # of a branch's trunk on disk; None if unknown
     time_from: str | None = None  # a sentence about estimated seconds
@@ -140,7 +141,8 @@ class Forecast:
             ]
             said += [f"  {_pool_instead(outlook)}"] if spread.correlation and outlook.recipes else []
         said += [f"  --pilot gives no spread: {self.unused}"] if self.unused else []
-        said += [f"  {one}" for one in (self.fixed, self.rest) if one]
+        fault = None if self.pilot else self.unseen_fault
+        said += [f"  {one}" for one in (fault, self.fixed, self.rest) if one]
         said.append(f"  time: {self._time()}")
         return said
 
@@ -256,6 +258,7 @@ def forecast(experiment: Experiment, earlier: EarlierRuns) -> Forecast:
         pilot=bool(experiment.judgement.get("pilot")),
         primary=primary,
         others=0 if primary is None else len({trial.cell for trial in recipes} - {experiment.judgement.get("primary")}),
+        unseen_fault=planning.unseen_fault(experiment.trials, earlier.studies),
         gap=None if spread is None or judges_fewer_bits(experiment.trials) else spread.gap,
     )
 

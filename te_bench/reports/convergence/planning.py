@@ -105,6 +105,24 @@ ASSUMED: tuple[tuple[Mapping[str, Scalar], Spread], ...] = (
 )
 
 
+#: Trainings whose records show that the planted fault ends above the margin: (model, steps, branch_at). Those of GPT-2 and
+#: char are published (docs/convergence-records.md); the tiny GPT's is `experiments.suites.convergence.BROKEN_NEARER`'s.
+FAULT_SEEN = (("gpt2", 300, None), ("gpt2", 2035, None), ("char", 5000, None), ("tiny", 150, None), ("tiny", 150, 75))
+
+
+def unseen_fault(trials: Iterable[Trial], studies: Iterable[Study]) -> str | None:
+    """Return a sentence if the plan has a planted fault whose gap no record of such a training shows, or None."""
+    broken = next((trial for trial in trials if trial.problem.get("arm") == "broken"), None)
+    if broken is None or tuple(map(broken.problem.get, ("model", "steps", "branch_at"))) in FAULT_SEEN:
+        return None
+    if any(one.broken and one.broken.ended and one.broken.trial.cell == broken.cell for one in studies):
+        return None
+    return (
+        "planted fault: no record shows how far it ends above bf16 in this training; where it is neither INFERIOR nor "
+        "DIVERGED, the verdict is void"
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prospect:
     """What an equivalence test at one alpha can show; a field is None if a verdict needs more seeds."""
