@@ -6,7 +6,7 @@ import tomllib
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
-from statistics import geometric_mean, median, stdev
+from statistics import geometric_mean, mean, median, stdev
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,13 @@ import pytest
 from te_bench.experiments import estimate, plan
 from te_bench.experiments.spec import Options, Trial
 from te_bench.experiments.store import Journal, load
+from te_bench.experiments.suites.convergence import BROKEN
 from te_bench.reports.analysis import measures
 from te_bench.reports.analysis.rows import TIMED, load_results, trial_of
 from te_bench.reports.convergence import design, loss_verdict, planning
+from te_bench.reports.convergence.equivalence import compare
 from te_bench.reports.convergence.study import Study, studies
+from te_bench.reports.convergence.verdict import judge_study
 from te_bench.reports.exchange.submission import against_the_suite, is_clean, settled
 from te_bench.reports.page import text
 
@@ -224,3 +227,57 @@ def test_exploration_s_gaps_are_a_fit_to_the_losses_of_its_records() -> None:
     page = (RESULTS.parent / "docs" / "convergence-records.md").read_text(encoding="utf-8")
     assert f"**With E5M2 gradients GPT-2 ended {e5m2:.4f} nat above bf16" in page
     assert f"with E4M3's {e4m3:.4f}" in page
+
+
+def test_the_page_on_convergence_opens_with_the_numbers_of_the_records() -> None:
+    """Gaps, intervals, time to equal loss, and what a surer answer takes, of both recipes whose runs are done."""
+    [group] = load_results([RESULTS / "h200" / "convergence-gpt2"]).groups
+    [study] = studies(group)
+    found = judge_study(study)
+    e4m3, e5m2 = (one for one in found.recipes if one.judgement.comparison)
+    assert (e4m3.arm.trial.recipe, e5m2.arm.trial.recipe) == ("delayed_scaling_e4m3", "delayed_scaling")
+    c, default = e4m3.judgement.comparison, e5m2.judgement.comparison
+    assert c is not None
+    assert default is not None
+    assert e4m3.speedup is not None
+    sooner = e4m3.speedup.to_equal_loss
+    assert sooner is not None
+    fewest, most = map(int, re.findall(r"(\d+) to (\d+) seeds each would show it", e4m3.judgement.reason)[0])
+    took = {
+        arm.kind: mean(run.record.wall_s for run in arm.runs.values() if run.record) for arm in study.arms if arm.ended
+    }
+    took["recipe"] = mean(run.record.wall_s for run in e4m3.arm.runs.values() if run.record)
+    hours = [
+        (seeds * (took["control"] + took["aa"] + took["recipe"]) + BROKEN * took["broken"]) / 3600
+        for seeds in (fewest, most)
+    ]
+    beside = compare(*([one.arm.finals[seed] for seed in e4m3.seeds] for one in (e5m2, e4m3)), margin=found.margin)
+    without = [
+        mean(one.arm.finals[seed] - study.base(one.arm)[seed] for seed in one.seeds if seed != 10)
+        for one in (e4m3, e5m2)
+    ]
+    page = " ".join((ROOT / "docs" / "convergence.md").read_text(encoding="utf-8").split())
+
+    def ends(interval: tuple[float, float] | None, between: str = ", ") -> str:
+        assert interval is not None
+        return between.join(f"{end:.4f}" for end in interval)
+
+    def half(interval: tuple[float, float] | None) -> str:
+        assert interval is not None
+        return f"{(interval[1] - interval[0]) / 2:.4f}"
+
+    said = [
+        f"GPT-2 124M ended {c.gap:.4f} nat ({found.gap_percent(e4m3):.2f} %) above bf16.**",
+        f"bf16's loss {sooner.value:.2f} times as fast (95 % [{sooner.low:.2f}, {sooner.high:.2f}])",
+        f"The gap lies between {ends(c.interval, ' and ')} nat (90 %, twelve seeds)",
+        f"or between {ends(c.interval_95, ' and ')} (95 %: known within {half(c.interval_95)})",
+        f"below the margin, {found.margin:g} nat; a new study with {fewest} to {most} seeds, "
+        f"{hours[0]:.0f} to {hours[1]:.0f} GPU hours, could.",
+        f"the default, the gap was {default.gap:.4f} nat [{ends(default.interval)}] (95 % [{ends(default.interval_95)}]: "
+        f"within {half(default.interval_95)})",
+        f"Evaluated in FP8 instead of bf16, the gaps are {e4m3.native_gap:.4f} and {e5m2.native_gap:.4f}.",
+        f"E5M2 ended {beside.gap:.4f} nat above E4M3 (95 % [{ends(beside.interval_95)}])",
+        f"Without seed 10, which lies far off, the gaps are {without[0]:.4f} and {without[1]:.4f}.",
+    ]
+    assert c.n == default.n == 12
+    assert [one for one in said if one not in page] == []

@@ -131,6 +131,18 @@ def test_a_plan_s_tighter_margin_has_its_verdicts_below_the_table(tmp_path: Path
     assert "beforehand" not in plain.note
 
 
+def test_losses_beside_the_control_alone_are_not_told_as_beside_bf16(tmp_path: Path) -> None:
+    """A verdict's gap is to the mean of the control and A/A, so the two numbers differ."""
+    run = write_study(tmp_path / "run", study_records(sd=0.002), {**JUDGEMENT, "bf16_runs": 2})
+    [table] = tables.tables_of(only_group(run), "curves")
+    by_name = texts(table)
+    assert "Less bf16's" not in by_name["delayed scaling"]
+    control, ours = (float(by_name[n]["Best validation loss"].split()[0]) for n in ("bf16", "delayed scaling"))
+    beside = float(by_name["delayed scaling"]["Less the control's"].replace("−", "-"))
+    assert beside == pytest.approx(ours - control, abs=1.01e-4)
+    assert "The control is bf16; a verdict's gap may be to the mean of it and of A/A." in table.note
+
+
 def test_final_losses_stand_by_configuration_and_seed(run: Path) -> None:
     [losses] = tables.tables_of(only_group(run), "losses")
     rows, seeds = texts(losses), [f"Seed {seed}" for seed in range(5)]
