@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from te_bench.advice import convergence
 from te_bench.experiments import estimate, plan
 from te_bench.experiments.spec import Options, Trial
 from te_bench.experiments.store import Journal, load
@@ -202,6 +203,13 @@ def test_the_spreads_that_one_run_a_side_is_told_are_those_of_the_records() -> N
     ]
     assert gaps == pytest.approx([sd for sd, _ in loss_verdict.GAPS_SD], rel=0.05)
     assert stdev(short["bf16"].values()) == pytest.approx(loss_verdict.RUNS_SD[1][0], rel=0.05)
+
+
+def test_what_a_short_run_takes_beside_its_steps_is_that_of_the_records() -> None:
+    """Advice tells by it how long a pilot of the user's model takes."""
+    ended = [record for record in journal("h200/convergence-short").records.values() if record.outcome == "ok"]
+    beside = median(record.wall_s - max(record.samples["time_s"]) for record in ended)
+    assert beside == pytest.approx(convergence.BESIDE_STEPS_S, abs=0.5)
 
 
 def test_exploration_s_gaps_are_a_fit_to_the_losses_of_its_records() -> None:

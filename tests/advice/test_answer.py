@@ -234,12 +234,11 @@ def test_convergence_of_bf16_needs_no_proof_and_of_fp8_names_the_command() -> No
         in said
     )
     assert (
-        "it reaches bf16's loss 1.25× [0.98, 1.55] as fast, we estimate from the 2 of 12 pairs that share a host (results/"
+        "it reaches bf16's loss 1.25× [0.98, 1.55] as fast, estimated from 2 of 12 pairs, which share a host (results/"
         in said
     )
-    command = "te-bench run convergence --preset gpt2-short --model gpt2 --recipes delayed_scaling --seeds 14 --fused"
-    assert command in said
-    assert "GPU minutes" in said
+    command = "te-bench run convergence --preset gpt2-short --model gpt2 --recipes delayed_scaling --fused --as-pilot"
+    assert f"A pilot tells in 10 GPU minutes how many seeds your model takes: {command}." in said
     other = convergence.in_words(asked, fused("rowwise_scaling"), 0.02)
     assert "no verdict is published" in other
     assert "GPU hours" in convergence.in_words(asked, fused("rowwise_scaling"), 20.0)

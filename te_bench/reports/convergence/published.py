@@ -28,8 +28,8 @@ class Published:
 
     def in_words(self) -> str:
         head = " with an FP8 head" if self.fp8_head else ""
-        on = f" from the {self.on.replace('share', 'that share')}" if self.on else ""
-        sooner = f"; it reaches bf16's loss {self.sooner} as fast, we estimate{on}" if self.sooner else ""
+        by = f"estimated from {self.on.replace(' share', ', which share')}" if self.on else "we estimate"
+        sooner = f"; it reaches bf16's loss {self.sooner} as fast, {by}" if self.sooner else ""
         return (
             f"GPT-2 124M{head}, {self.training}: {self.gap} nat above bf16, {self.verdict} within {self.margin:g}"
             f"{sooner} ({self.where})"
