@@ -117,8 +117,13 @@ def test_tensorboard_directory_or_files(tmp_path):
         ("Relative Time (Process),a - loss,b - loss\n1,4,4\n", "x-axis is Relative Time .Process.: export with Step"),
         ("_runtime,a - loss\n1,4\n", "the x-axis is _runtime: export with Step as the x-axis"),
         ("tokens,loss,seed\n0,4,1\n9,3,1\n", "the x-axis is tokens: export with Step as the x-axis"),
-        ("tokens,loss\n0,4\n5,3.5\n9,3\n", "its column tokens rises row by row: this looks like one run's curve"),
-        (",loss\n0,4\n5,3.5\n9,3\n", "its column 1 rises row by row: this looks like one run's curve"),
+        *(
+            (
+                f"{name},loss\n0,4\n5,3.5\n9,3\n",
+                f"its column {name or 1} rises row by row: this looks like one run's curve",
+            )
+            for name in ("tokens", "time", "batch", "")
+        ),
         ("step,x,y\n0,1,2\n", "or give step and a column a seed, called by its number"),
         ("3.1\n", "holds one seed only"),
         ("step,loss,seed\n0,4,1\n10,3,1\n", "holds one seed only"),
@@ -370,8 +375,8 @@ def test_losses_of_other_names_are_not_compared(tmp_path, ours, theirs):
 )
 def test_names_that_do_not_tell_whether_they_are_one_loss_are_named(tmp_path, ours, theirs, told):
     rows = "\n".join(f"{s},{n},{3 + n / 10}" for s in (0, 5, 10) for n in range(3))
-    texts = [f"step,seed,{name}\n{rows}" + n * "\n" for n, name in enumerate((ours, theirs))]
-    sides = [written(tmp_path, text, f"{n}.csv") for n, text in enumerate(texts)]
+    sides = [written(tmp_path, f"step,seed,{name}\n{rows}", f"{n}.csv") for n, name in enumerate((ours, theirs))]
+    sides[1].write_text(sides[1].read_text() + "\n")
     found = judge_losses(*read_arms(*([side] for side in sides)), margin=0.2)
     said = f"the baseline's loss is called {ours} and the candidate's {theirs}: see that they are one loss"
     assert (said in found.notes) is told
@@ -387,11 +392,14 @@ def test_a_training_loss_is_the_mean_of_the_last_tenth(tmp_path):
 
 
 def test_an_export_of_both_sides_is_no_side(tmp_path):
-    heads = ",".join(f"{side}-s{n} - val/loss" for side in ("bf16", "fp8") for n in range(3))
-    rows = "\n".join(f"{s},3.0,3.1,3.2,3.3,3.4,3.5" for s in (0, 5, 10))
-    both, other = written(tmp_path, f"Step,{heads}\n{rows}"), wandb(tmp_path, "b.csv", "val/loss", (3.0, 3.1, 3.2))
+    both = [f"{side}-s{n} - val/loss" for side in ("bf16", "fp8") for n in range(3)]
+    rows = "\n".join(f"{s}," + ",".join(str(3 + n / 10) for n in range(6)) for s in (0, 5, 10))
+    sides = [
+        written(tmp_path, "Step," + ",".join(both) + "\n" + rows),
+        wandb(tmp_path, "b.csv", "val/loss", (3.0, 3.1, 3.2)),
+    ]
     with pytest.raises(ValueError, match=r"a.csv holds runs of both sides, bf16-s2 and fp8-s2: give each side its own"):
-        match_runs(*read_arms([both], [other]), paired=None)
+        match_runs(*read_arms(*([side] for side in sides)), paired=None)
 
 
 def test_the_time_to_read_a_csv_grows_with_its_rows_and_not_with_their_square(tmp_path):

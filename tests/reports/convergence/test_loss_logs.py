@@ -199,10 +199,14 @@ def test_arms_that_are_none_are_told(two, build, message):
         ("core", b"\x7fELF\0\0\1", "core is not a log that te-bench reads: Hugging Face"),
         ("none.log", None, "cannot read .*none.log: No such file"),
         ("seed*.txt", None, r"seed\*.txt matches no file"),
-        ("prose.txt", b"We trained it.\nIt was good.\n", "is not a log that .* reads .*has no column of numbers"),
+        (
+            "prose.txt",
+            b"We trained it.\nIt was good.\n",
+            "is not a log that te-bench reads .*has no column of numbers",
+        ),
         (
             "console.txt",
-            b"{'loss': 3.2, 'epoch': 1}\n{'eval_loss': 3.1}\n",
+            b"{'loss': 3.2, 'epoch': 0.1}\n{'eval_loss': 3.1}\n",
             "without steps: give its trainer_state.json",
         ),
         ("finals.csv", b"3.1\n3.2\n", "so it is a whole side by itself: give the file alone"),

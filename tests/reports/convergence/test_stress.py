@@ -2,14 +2,12 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from convergence_runs import run_record
 from journals import write
 
-from te_bench.experiments.spec import Record
 from te_bench.reports.analysis.rows import load_results
 from te_bench.reports.convergence.stress import StressLadder, breaking_point, stress_ladders
 from te_bench.reports.group_result import load_report
@@ -26,33 +24,34 @@ def ladder(folder: Path, breaks: dict[str, list[float]], how: str = "diverged") 
     return found
 
 
-def rung(
-    arm: str, seed: int, factor: float, gap: float, outcome: str = "ok", rate: float = 1e-3, **more: Any
-) -> Record:
-    """A run at a multiple of the rate that ends `gap` above 3.28, where it began at 5.2."""
-    return run_record(arm, seed, gap, 0.001 * seed, outcome, lr_factor=factor, learning_rate=rate * factor, **more)
-
-
 def run(folder: Path, breaks: dict[str, list[float]], how: str = "diverged") -> Path:
-    """Of each precision the factor at which each seed breaks: diverged, or ending 0.5 above bf16."""
-    records = []
-    for arm, seeds in breaks.items():
-        for seed, at in enumerate(seeds):
-            for factor in FACTORS if arm != "broken" else FACTORS[:1]:
-                gap, outcome = (0.5, "ok") if how == "lost" else (0.01, how)
-                records.append(rung(arm, seed, factor, *((gap, outcome) if factor >= at else (0.01, "ok"))))
+    """Of each precision the factor at which each seed breaks: diverged, or ending 0.5 above 3.28 where it began at 5.2."""
+    records = [
+        run_record(
+            arm,
+            seed,
+            0.5 if factor >= at and how == "lost" else 0.01,
+            0.001 * seed,
+            how if factor >= at and how == "diverged" else "ok",
+            lr_factor=factor,
+            learning_rate=1e-3 * factor,
+        )
+        for arm, seeds in breaks.items()
+        for seed, at in enumerate(seeds)
+        for factor in (FACTORS if arm != "broken" else FACTORS[:1])
+    ]
     return write(folder, records, suite="stress", title="Stress")
 
 
-def ladders(folder: Path, records: list[Record]) -> tuple[StressLadder, ...]:
-    [group] = load_results([write(folder / "run", records, suite="stress", title="Stress")]).groups
-    return stress_ladders(group)
-
-
 def test_ladders_of_one_directory_that_begin_at_other_rates_are_apart(tmp_path: Path) -> None:
-    begun = ((1e-3, 8), (3e-3, 8), (1e-3, 16))
-    runs = [(*one, factor, seed) for one in begun for factor in FACTORS for seed in range(3)]
-    found = ladders(tmp_path, [rung("control", seed, factor, 0.01, rate=r, batch=b) for r, b, factor, seed in runs])
+    records = [
+        run_record("control", seed, 0.01, 0.0, "ok", lr_factor=factor, learning_rate=rate * factor, batch=batch)
+        for rate, batch in ((1e-3, 8), (3e-3, 8), (1e-3, 16))
+        for factor in FACTORS
+        for seed in range(3)
+    ]
+    [group] = load_results([write(tmp_path / "run", records, suite="stress", title="Stress")]).groups
+    found = stress_ladders(group)
     assert [ladder.rate for ladder in found] == [1e-3, 3e-3, 1e-3]
     assert all(ladder.factors == FACTORS for ladder in found)
 
@@ -100,9 +99,18 @@ def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
 @pytest.mark.parametrize(
     ("breaks", "said"),
     [
-        ([64] * 6, "No precision is shown to break before bf16"),
-        ([4] * 6, "delayed scaling is shown to break before bf16"),
-        ([4] * 3, "No precision is shown to break before bf16, for which it takes 6 seeds at least"),
+        (
+            [64] * 6,
+            "No precision is shown to break before bf16. The median seed breaks at these learning rates: bf16 0.016 to ",
+        ),
+        (
+            [4] * 6,
+            "delayed scaling is shown to break before bf16. The median seed breaks at these learning rates: bf16 ",
+        ),
+        (
+            [4] * 3,
+            "No precision is shown to break before bf16, for which it takes 6 seeds at least. The median seed breaks at ",
+        ),
     ],
 )
 def test_the_headline_says_what_breaks_where_and_names_no_lowest_loss(tmp_path, breaks, said):
@@ -111,7 +119,7 @@ def test_the_headline_says_what_breaks_where_and_names_no_lowest_loss(tmp_path, 
         tmp_path / "run", {"control": [64] * seeds, "delayed_scaling": breaks, "broken": [math.inf] * seeds}, "lost"
     )
     found = headlines(load_report([folder]))
-    assert found[0].startswith(f"{said}. The median seed breaks at these learning rates: bf16 0.016 to ")
+    assert found[0].startswith(said)
     assert "Planted and not seen: delayed scaling, broken on purpose: frozen scale" in found[0]
     assert not any("lowest validation loss" in sentence.lower() for sentence in found)
 
@@ -130,9 +138,21 @@ def test_the_report_shows_every_run_s_loss_by_its_rate_and_how_many_broke(tmp_pa
 
 def test_runs_broke_of_as_many_as_were_held_to_a_limit(tmp_path: Path) -> None:
     """A seed that has not run at every rate has no bracket: it is none of those that might have broken."""
-    held = [rung("control", seed, factor, 0.01) for seed in range(6) for factor in FACTORS[:-1]]
-    lost = [rung("control", seed, 64, 0.5, "crashed" if seed > 3 else "ok") for seed in range(6)]
-    table = stress(ladders(tmp_path, held + lost)[0])
+    records = [
+        run_record(
+            "control",
+            seed,
+            0.5 if factor == 64 else 0.01,
+            0.001 * seed,
+            "crashed" if seed > 3 and factor == 64 else "ok",
+            lr_factor=factor,
+            learning_rate=1e-3 * factor,
+        )
+        for seed in range(6)
+        for factor in FACTORS
+    ]
+    [group] = load_results([write(tmp_path / "run", records, suite="stress", title="Stress")]).groups
+    table = stress(stress_ladders(group)[0])
     assert table is not None
     assert table.rows[0][-1].text.endswith(" (4/4)")
 
@@ -147,13 +167,14 @@ def test_a_rate_that_is_too_low_to_learn_much_breaks_nothing(tmp_path: Path) -> 
     """A short training learns most above its usual rate; a fault at the usual rate is held to bf16 there."""
     gaps = {1: 0.9, 4: 0.4, 16: 0.01, 64: 0.5}
     records = [
-        rung(arm, seed, factor, gap + worse * (factor == 1))
+        run_record(arm, seed, gap + worse * (factor == 1), 0.0, lr_factor=factor, learning_rate=1e-3 * factor)
         for arm, worse in (("control", 0.0), ("delayed_scaling", 0.05), ("broken", 0.6))
         for seed in range(6)
         for factor, gap in gaps.items()
         if arm != "broken" or factor == 1
     ]
-    [found] = ladders(tmp_path, records)
+    [group] = load_results([write(tmp_path / "run", records, suite="stress", title="Stress")]).groups
+    [found] = stress_ladders(group)
     brackets = {name: one.median for name, one in found.breaking.items()}
     fault = "delayed scaling, broken on purpose: frozen scale"
     assert brackets == {"bf16": (16, 64), "delayed scaling": (16, 64), fault: (0, 1)}

@@ -53,14 +53,6 @@ def altered(directory: Path, which: Callable[[Record], bool], samples: Callable[
     return judge_study(study_of(directory / "run", records, {**JUDGEMENT, **judgement}))
 
 
-def add_plan(directory: Path, started_at: str, **changes: Any) -> None:
-    """Add the directory's plan once more, with another start and judgement; a change to None leaves a key out."""
-    [plan] = load(directory).plans
-    judgement = {key: value for key, value in {**plan.judgement, **changes}.items() if value is not None}
-    with Store(directory) as store:
-        store.add_plan(dataclasses.replace(plan, judgement=judgement, started_at=started_at))
-
-
 def of_rowwise(seed: int) -> Callable[[Record], bool]:
     return lambda one: (one.trial.recipe, one.trial.seed) == ("rowwise_scaling", seed)
 
@@ -206,7 +198,10 @@ def test_a_verdict_on_one_recipe_whose_seeds_a_pilot_may_have_chosen_says_so(tmp
     for name, recipes in (("one", truth), ("two", TRUTH)):
         directory = write_study(tmp_path / name, study_records(recipes))
         told = [judge_study(study_at(directory)).notes]
-        add_plan(directory, "2020-01-01", seeds=3, pilot=True)
+        [whole] = load(directory).plans
+        pilot = {"judgement": {**whole.judgement, "seeds": 3, "pilot": True}, "started_at": "2020-01-01"}
+        with Store(directory) as store:
+            store.add_plan(dataclasses.replace(whole, **pilot))
         told.append(judge_study(study_at(directory)).notes)
         assert [any("A pilot's spread may have chosen" in note for note in notes) for notes in told] == [
             False,
@@ -222,7 +217,10 @@ def test_a_pilot_of_one_recipe_of_several_says_so_too(tmp_path: Path, others: tu
 
     records = [dataclasses.replace(one, started_at=began(one)) for one in study_records(sd=0.0002)]
     directory = write_study(tmp_path / "run", records)
-    add_plan(directory, "2019-01-01T00:00:00+00:00", seeds=3, pilot=True)
+    [plan] = load(directory).plans
+    pilot = {"judgement": {**plan.judgement, "seeds": 3, "pilot": True}, "started_at": "2019-01-01T00:00:00+00:00"}
+    with Store(directory) as store:
+        store.add_plan(dataclasses.replace(plan, **pilot))
     said = any("A pilot's spread may have chosen" in note for note in judge_study(study_at(directory)).notes)
     assert said == (not others)
 
@@ -320,6 +318,13 @@ def test_studies_of_one_directory_that_differ_in_their_schedule_are_apart_and_sa
     ]
 
 
+def test_seeds_that_were_planned_and_left_out_are_missing(tmp_path: Path) -> None:
+    found = judged(tmp_path, seeds=range(3))
+    assert set(by_name(found).values()) == {Verdict.INCONCLUSIVE}
+    assert found.recipes[0].judgement.reason == "delayed scaling has 3 of the 5 seeds of the plan"
+    assert found.exit_code == 4
+
+
 def test_seeds_added_after_the_first_plan_are_not_judged(tmp_path: Path) -> None:
     directory = write_study(tmp_path / "run", study_records(sd=0.0002))
     later = study_records({**TRUTH, "delayed_scaling": 0.5}, seeds=range(5, 8))
@@ -384,7 +389,10 @@ def test_who_is_judged_first_is_as_the_first_plan_says(tmp_path: Path, first: bo
     primary = {"primary": arm_trial("rowwise_scaling", 0).cell}
     directory = write_study(tmp_path / "run", study_records(sd=0.0002), {**JUDGEMENT, **(primary if first else {})})
     assert not any("judged first" in note for note in judge_study(study_at(directory)).notes)
-    add_plan(directory, "2999-01-01", **({"primary": None} if first else primary))
+    [plan] = load(directory).plans
+    other = {"judgement": {**JUDGEMENT, **({} if first else primary)}, "started_at": "2999-01-01"}
+    with Store(directory) as store:
+        store.add_plan(dataclasses.replace(plan, **other))
     found = judge_study(study_at(directory))
     assert "which recipe is judged first became another after the first plan: the first one counts" in found.notes
     assert (found.study.primary is not None) == first
@@ -426,19 +434,17 @@ def test_arms_of_unlike_seeds_are_not_paired(tmp_path: Path) -> None:
     assert "seed 6 was run in one of rowwise scaling and bf16 only" in unplanned.recipes[1].judgement.reason
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"seeds": [0], "judgement": {**JUDGEMENT, "seeds": 1}}, "1 pair of seeds"),
-        ({"seeds": range(3)}, "delayed scaling has 3 of the 5 seeds of the plan"),
-        ({"min_learning_rate": 5e-4}, "came down to 0.0005 of 0.001 only"),
-    ],
-)
-def test_one_seed_and_missing_seeds_and_a_rate_that_has_not_decayed_carry_nothing(tmp_path, options, why):
-    found = judged(tmp_path, **options)
+def test_one_seed_carries_nothing(tmp_path: Path) -> None:
+    found = judged(tmp_path, seeds=[0], judgement={**JUDGEMENT, "seeds": 1})
     assert set(by_name(found).values()) == {Verdict.INCONCLUSIVE}
-    assert why in found.recipes[0].judgement.reason
+    assert "1 pair of seeds" in found.recipes[0].judgement.reason
     assert found.exit_code == 4  # nor does the A/A arm
+
+
+def test_a_learning_rate_that_has_not_decayed_carries_nothing(tmp_path: Path) -> None:
+    found = judged(tmp_path, min_learning_rate=5e-4)
+    assert set(by_name(found).values()) == {Verdict.INCONCLUSIVE}
+    assert "came down to 0.0005 of 0.001 only" in found.recipes[0].judgement.reason
 
 
 def test_a_run_cut_short_is_no_result(tmp_path: Path) -> None:
