@@ -219,6 +219,7 @@ def test_known_norms_of_transformers_are_rms_norms(name: str) -> None:
     torch.testing.assert_close(model(x), expected)
 
 
+@pytest.mark.slow
 def test_compiled_it_computes_the_same_in_one_graph() -> None:
     """Where the user's autocast is around it: test_compile.py."""
     model = make("llama", num_hidden_layers=1)
