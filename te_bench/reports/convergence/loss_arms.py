@@ -269,9 +269,10 @@ def _moved(at: Array, values: Array) -> tuple[float, float]:
 
 
 def _called(seeds: Sequence[str]) -> str:
-    """Return seeds in words; runs whose names have no seed are called by them."""
-    what = "" if not all(map(str.isdecimal, seeds)) else "seed " if len(seeds) == 1 else "seeds "
-    return what + first_of(seeds, NAMED)
+    """Return seeds in words; runs whose names have no seed are called by them, two at most, because they are long."""
+    if not all(map(str.isdecimal, seeds)):
+        return first_of(seeds, 2)
+    return ("seed " if len(seeds) == 1 else "seeds ") + first_of(seeds, NAMED)
 
 
 def _named(arm: Losses, broke: Mapping[str, str]) -> str:

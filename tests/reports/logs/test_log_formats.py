@@ -61,6 +61,37 @@ def test_tensorboard_s_own_writer_is_read_to_the_bit(tmp_path):
     assert found.notes == ()
 
 
+@pytest.mark.parametrize(
+    ("text", "validation", "training"),
+    [
+        # The source of the run stands before its losses, as modded-nanogpt writes it.
+        (
+            'print(f"step:{step}/{steps} val_loss:{val_loss:.4f}")\nstep:0/1390 val_loss:10.8258 train_time:0ms '
+            "step_avg:nanms\nstep:10/1390 train_loss:9.0001 train_time:99ms\nstep:1390/1390 val_loss:3.2766\n",
+            [(0, 10.8258), (1390, 3.2766)],
+            [(10, 9.0001)],
+        ),
+        (
+            "s:0 tel:11.0279\ns:10 trl:9.5000 lr:0.000600 norm:1.50\ns:19560 tel:3.2722\n",
+            [(0, 11.0279), (19560, 3.2722)],
+            [(10, 9.5)],
+        ),
+        (
+            "Epoch 1 | iter 128 step 1 | loss train: 10.998, val: n/a | iter time: 12.00 ms (step)\n"
+            "iter 256: val loss 9.1234, val time: 10.00 ms\n",
+            [(256, 9.1234)],
+            [(128, 10.998)],
+        ),
+    ],
+    ids=["modded-nanogpt", "llm.c", "LitGPT"],
+)
+def test_the_kin_of_nanogpt_print_a_step_and_a_loss_on_one_line(text, validation, training, tmp_path):
+    path = logs.written(tmp_path / "run.txt", text)
+    assert dict(read("nanogpt", path).losses) == {"val loss": validation, "train loss": training}
+    file = LogFile(path=path, content=path.read_bytes())
+    assert [name for name in FORMATS.names() if FORMATS.load(name).recognises(file)] == ["nanogpt"]
+
+
 @pytest.mark.parametrize("byte", [3, 9, 100, 130, len(EVENTS) - 6])
 def test_an_event_file_with_a_flipped_bit_is_refused(byte, tmp_path):
     damaged = bytearray(EVENTS)
