@@ -14,8 +14,8 @@ from te_bench.experiments.store import GATE_SIDES, JOURNAL, written
 PAGE = b'<meta name="generator" content="te-bench">'
 SEVERAL = ("--baseline", "--candidate")
 _LOGS = (
-    "A log per seed, or a folder of logs: W&B, TensorBoard, torchtitan, Hugging Face, Megatron, nanoGPT, llm.c, LitGPT, "
-    "CSV. Of one CSV for both sides, its runs: 'both.csv:bf16-*'."
+    "A log per seed, or a folder of logs: W&B, TensorBoard, torchtitan, Hugging Face, Megatron, NeMo, torchtune, nanoGPT, "
+    "llm.c, LitGPT, CSV. Of one CSV for both sides, its runs: 'both.csv:bf16-*'."
 )
 Logs = Annotated[list[Path] | None, typer.Option(metavar="PATH...", help=_LOGS)]
 

@@ -82,12 +82,23 @@ def test_tensorboard_s_own_writer_is_read_to_the_bit(tmp_path):
             [(256, 9.1234)],
             [(128, 10.998)],
         ),
+        ("Step 1 | loss:2.085338592529297 lr:2e-05 tokens_per_second_per_gpu:57.8\n", None, [(1, 2.085338592529297)]),
+        (
+            "Training epoch 0, iteration 8/9 | lr: 0.0006 | global_step: 8 | reduced_train_loss: 7.113\n"
+            "Training epoch 0, iteration 9/9 | lr: 3e-05 | global_step: 9 | reduced_train_loss: 1.233 | "
+            "train_step_timing in s: 0.03146 | val_loss: 4.106\n",
+            [(9, 4.106)],
+            [(8, 7.113), (9, 1.233)],
+        ),
     ],
-    ids=["modded-nanogpt", "llm.c", "LitGPT"],
+    ids=["modded-nanogpt", "llm.c", "LitGPT", "torchtune", "NeMo"],
 )
-def test_the_kin_of_nanogpt_print_a_step_and_a_loss_on_one_line(text, validation, training, tmp_path):
+def test_other_trainers_that_print_a_step_and_a_loss_on_one_line_are_read_as_nanogpt_is(
+    text, validation, training, tmp_path
+):
     path = logs.written(tmp_path / "run.txt", text)
-    assert dict(read("nanogpt", path).losses) == {"val loss": validation, "train loss": training}
+    losses = {"train loss": training} if validation is None else {"val loss": validation, "train loss": training}
+    assert dict(read("nanogpt", path).losses) == losses
     file = LogFile(path=path, content=path.read_bytes())
     assert [name for name in FORMATS.names() if FORMATS.load(name).recognises(file)] == ["nanogpt"]
 
