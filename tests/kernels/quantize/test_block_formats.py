@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_checks import DEVICES
+from kernel_checks import DEVICES, WithoutHostTensors
 from torch import Tensor
 
 from te_bench.kernels.quantize import (
@@ -272,6 +272,15 @@ def test_operators_are_what_they_declare(layouts: tuple[bool, bool]) -> None:
     cases += [(nvfp4, (16, *layouts, False, None, False, None)), (nvfp4, (1, *layouts, True, seed, True, counts))]
     for operator, given in cases:
         torch.library.opcheck(operator, (x, *given), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_cast_that_counts_can_be_captured() -> None:
+    """Plain PyTorch counts, on a GPU, too."""
+    x, counts, seed = torch.randn(33, 40), torch.zeros(3, dtype=torch.int64), torch.tensor(5)
+    with WithoutHostTensors():
+        block_formats.mxfp8(x, E4M3, **BOTH, counts=counts)
+        block_formats.nvfp4(x, **BOTH, transform=True, seed=seed, counts=counts)
+    assert counts.any()
 
 
 @pytest.mark.parametrize(
