@@ -132,9 +132,7 @@ def mxfp8(
     data_t is a view of memory in x's orientation. counts as in quantize.Backend. Raises ValueError for other rows,
     dtypes and shapes, and if no layout is requested.
     """
-    check(x, rows, MXFP8_BLOCK, rowwise, columnwise)
-    if dtype not in FORMATS:
-        raise ValueError(f"dtype {dtype}: {' or '.join(map(str, FORMATS))}")
+    check_mxfp8(x, dtype, rows, rowwise, columnwise)
     v = x.detach().float()
 
     def cast(a: Tensor, count: bool) -> Tensor:
@@ -169,9 +167,7 @@ def nvfp4(
     (`random_bytes`). data_t is a view of memory in x's orientation. counts as in quantize.Backend. Raises ValueError
     for other rows and shapes, and if no layout is requested.
     """
-    check(x, rows, NVFP4_BLOCK, rowwise, columnwise)
-    if rows > 1 and (transform or seed is not None):
-        raise ValueError(f"rows {rows}: neither transformed nor rounded stochastically; give rows=1")
+    check_nvfp4(x, rows, rowwise, columnwise, transform, seed)
     v = x.detach().float()
 
     def cast(a: Tensor, stream: int, count: bool) -> tuple[Tensor, Tensor]:
@@ -230,7 +226,21 @@ def philox(seed: Tensor, first: Tensor, second: int | Tensor, third: int | Tenso
 _WORD, _FACTORS, _MORE = 0xFFFFFFFF, (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 
 
-def check(x: Tensor, rows: int, square: int, rowwise: bool, columnwise: bool) -> None:
+def check_mxfp8(x: Tensor, dtype: torch.dtype, rows: int, rowwise: bool, columnwise: bool) -> None:
+    """Raise ValueError for what `mxfp8` refuses."""
+    _check(x, rows, MXFP8_BLOCK, rowwise, columnwise)
+    if dtype not in FORMATS:
+        raise ValueError(f"dtype {dtype}: {' or '.join(map(str, FORMATS))}")
+
+
+def check_nvfp4(x: Tensor, rows: int, rowwise: bool, columnwise: bool, transform: bool, seed: Tensor | None) -> None:
+    """Raise ValueError for what `nvfp4` refuses."""
+    _check(x, rows, NVFP4_BLOCK, rowwise, columnwise)
+    if rows > 1 and (transform or seed is not None):
+        raise ValueError(f"rows {rows}: neither transformed nor rounded stochastically; give rows=1")
+
+
+def _check(x: Tensor, rows: int, square: int, rowwise: bool, columnwise: bool) -> None:
     """Raise ValueError unless x is a float (M, N), rows 1 or `square`, and a layout requested."""
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"x {tuple(x.shape)} of {x.dtype}: it must be (M, N), of float32, bfloat16 or float16")
