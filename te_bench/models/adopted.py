@@ -389,10 +389,11 @@ class Adopted(nn.Module):
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Count a pass's FP8 GEMMs, forward and backward, in `gemms`: three a Linear, two for the first one.
+        """Count the FP8 GEMMs of a forward pass, and of its loss's backward pass, in `gemms`: three a Linear, two for
+        the first one.
 
-        A recipe with bf16 wgrad has one fewer each. A converted MLP has two products (gate and up together), a fused
-        layer four; a head without logits counts as none.
+        A Linear on which the loss does not depend has one. A recipe with bf16 wgrad has one fewer each. A converted MLP
+        has two products (gate and up together), a fused layer four; a head without logits counts as none.
         """
         self.gemms, self.rows, self.fused = 0, set(), False
         each = 2 if self.recipe is not None and self.recipe.bf16_wgrad else 3
@@ -405,10 +406,14 @@ class Adopted(nn.Module):
         inside = tuple(f"{name}." for name in (*mlps, *chains))
         mlps = [name for name in mlps if any(one.startswith(f"{name}.") for one in self.converted)]
         linears = [name for name in self.converted if name not in heads and not name.startswith(inside)]
+        calls: list[
+            tuple[int, bool, Any]
+        ] = []  # products, whether x has a gradient, and the output's place in the graph
+        losses: list[Tensor] = []
 
-        def count(products: int, _: nn.Module, arguments: tuple[Any, ...]) -> None:
+        def count(products: int, _: nn.Module, arguments: tuple[Any, ...], made: Any) -> None:
             self.rows |= {x.numel() // x.shape[-1] for x in arguments[:1]}
-            self.gemms += each * products - (not (arguments and arguments[0].requires_grad))
+            calls.append((products, bool(arguments and arguments[0].requires_grad), getattr(made, "grad_fn", None)))
 
         def count_chain(blocks: int, module: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
             given = module.te_given(arguments, named)
@@ -418,7 +423,7 @@ class Adopted(nn.Module):
             self.fused |= module.te_fuses(given)
 
         handles = [
-            self.get_submodule(name).register_forward_pre_hook(functools.partial(count, products))
+            self.get_submodule(name).register_forward_hook(functools.partial(count, products))
             for products, names in ((1, linears), (2, mlps))
             for name in names
         ]
@@ -428,11 +433,25 @@ class Adopted(nn.Module):
             )
             for name in chains
         ]
+        handles.append(self.register_forward_hook(lambda _, __, loss: losses.append(loss)))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+        reached = {node for loss in losses for node in graph_of(loss)}
+        self.gemms += sum(each * n - (not needs_x) if made in reached else n for n, needs_x, made in calls)
+
+
+def graph_of(loss: Tensor) -> list[Any]:
+    """Return the nodes of autograd's graph that the loss depends on."""
+    found: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen = set(found)
+    for node in found:  # it grows in the loop
+        more = {inner for inner, _ in node.next_functions if inner is not None} - seen
+        seen |= more
+        found += more
+    return found
 
 
 @torch.no_grad()

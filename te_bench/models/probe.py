@@ -105,17 +105,8 @@ def _a_first_pass(source: Source, model: torch.nn.Module, *batch: torch.Tensor, 
 def _strange_leaves(loss: torch.Tensor, model: torch.nn.Module) -> dict[int, torch.Tensor]:
     """Return the tensors, by their ids, that get a gradient of the loss but are no parameters of the model."""
     known = set(map(id, model.parameters()))
-    ahead: list[Any] = [loss.grad_fn]
-    seen = set(ahead)
-    found = {}
-    for node in ahead:  # it grows in the loop
-        own = getattr(node, "variable", None)  # only AccumulateGrad has one
-        if own is not None and id(own) not in known:
-            found[id(own)] = own
-        more = {inner for inner, _ in node.next_functions if inner is not None} - seen
-        seen |= more
-        ahead += more
-    return found
+    leaves = [getattr(node, "variable", None) for node in adopted.graph_of(loss)]  # only AccumulateGrad has one
+    return {id(leaf): leaf for leaf in leaves if leaf is not None and id(leaf) not in known}
 
 
 def main() -> None:

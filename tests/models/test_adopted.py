@@ -115,9 +115,10 @@ def test_functions_feed_and_judge_a_model_that_reads_no_tokens() -> None:
     assert pixels(x, y).dim() == 0
 
 
-def test_gemms_are_counted_call_by_call_and_a_first_layer_makes_no_dgrad() -> None:
+def test_gemms_are_counted_call_by_call_and_what_needs_no_gradient_makes_none() -> None:
     for converted, gemms in (
         (model("make", converted=True), 15),
+        (model("Aimless", converted=True), 16),
         (model("Pixels", converted=True, inputs="own:draw", loss="own:squares"), 5),
     ):
         with converted.autocast(), converted.counted():
