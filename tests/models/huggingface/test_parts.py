@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, assert_same, inputs, make, run, tokens
+from families import FAMILIES, GQA, assert_same, inputs, make, run, tokens
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -194,6 +194,19 @@ def test_a_model_without_attention_is_given_none() -> None:
     [part] = te.convert(transformers.MambaForCausalLM(config), parts="attention").parts
     assert part.after is None
     assert "it has no attention that goes by transformers' interface" in (part.reason or "")
+
+
+def test_an_attention_that_makes_a_mask_of_its_own_keeps_it() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = transformers.DogeForCausalLM(transformers.DogeConfig(**GQA))
+    given = {"input_ids": tokens(), "labels": tokens()}
+    loss, gradients = run(model, given)
+    parts = {part.part: part.reason or "" for part in te.convert(model, parts="all").parts}
+    assert parts["attention"].startswith("its DogeAttention computes with the mask of attention")
+    again, found = run(model, given)
+    torch.testing.assert_close(again, loss, rtol=1e-5, atol=0)
+    assert_same(found, gradients, 1e-4)
 
 
 @pytest.mark.parametrize("parts", ["mpl", ("linear", "mpl"), ()])
