@@ -392,7 +392,8 @@ class Adopted(nn.Module):
         """Count the FP8 GEMMs of a forward pass, and of its loss's backward pass, in `gemms`: three a Linear, two for
         the first one.
 
-        A Linear on which the loss does not depend has one. A recipe with bf16 wgrad has one fewer each. A converted MLP
+        A Linear on which the loss does not depend has one; so has one that checkpointing computes twice, whose gradients'
+        GEMMs are then not asked for. A recipe with bf16 wgrad has one fewer each. A converted MLP
         has two products (gate and up together), a fused layer four; a head without logits counts as none.
         """
         self.gemms, self.rows, self.fused = 0, set(), False
@@ -406,9 +407,8 @@ class Adopted(nn.Module):
         inside = tuple(f"{name}." for name in (*mlps, *chains))
         mlps = [name for name in mlps if any(one.startswith(f"{name}.") for one in self.converted)]
         linears = [name for name in self.converted if name not in heads and not name.startswith(inside)]
-        calls: list[
-            tuple[int, bool, Any]
-        ] = []  # products, whether x has a gradient, and the output's place in the graph
+        # Products, whether x has a gradient, and the output's place in the graph.
+        calls: list[tuple[int, bool, Any]] = []
         losses: list[Tensor] = []
 
         def count(products: int, _: nn.Module, arguments: tuple[Any, ...], made: Any) -> None:

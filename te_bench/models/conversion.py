@@ -279,7 +279,9 @@ def _kind(layer: nn.Module) -> str | None:
         return "Conv1D"
     kinds = {nn.Linear: "Linear", nn.LayerNorm: "LayerNorm", nn.RMSNorm: "RMSNorm"}
     known = next((kind for base, kind in kinds.items() if isinstance(layer, base)), None)
-    return "RMSNorm" if known is None and rms_norms.offset(layer) is not None else known
+    if known is None and home.startswith("transformers."):
+        return "RMSNorm" if name.endswith("RMSNorm") or rms_norms.offset(layer) is not None else None
+    return known
 
 
 def _reason_to_keep(layer: nn.Module, kind: str, name: str, owners: dict[int, list[str]], pad: bool) -> str | None:
@@ -299,7 +301,7 @@ def _reason_to_keep(layer: nn.Module, kind: str, name: str, owners: dict[int, li
         )
     if any(vars(layer)[hooks] for hooks in STATE_HOOKS):
         return "it has hooks on its state dict"
-    weight = layer._parameters["weight"]
+    weight = layer._parameters.get("weight")
     if weight is None:
         return "it has no weight (elementwise_affine=False)"
     if type(weight) is not nn.Parameter:
@@ -317,6 +319,8 @@ def _norm_reason(layer: nn.Module, weight: Tensor) -> str | None:
         return f"it normalises over {weight.dim()} dimensions"
     if not weight.numel():
         return "it normalises over nothing"
+    if not isinstance(layer, nn.LayerNorm | nn.RMSNorm) and rms_norms.offset(layer) is None:
+        return "it does not compute weight x / sqrt(mean(x^2) + eps)"
     if rms_norms.eps(layer) is None:
         return "eps=None takes the input's dtype's: set its eps to a number"
     legal, words = arguments.LEGAL["eps"]

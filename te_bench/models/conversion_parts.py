@@ -8,7 +8,6 @@ import contextlib
 import functools
 import inspect
 import sys
-import textwrap
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
@@ -183,7 +182,11 @@ def _lack(model: Any, models: list[Any]) -> str | None:
 @functools.cache
 def _computes_mask(cls: Any) -> bool:
     """Return whether a class's forward hands transformers' interface a mask of its own making, or adds one to scores."""
-    nodes = list(ast.walk(ast.parse(textwrap.dedent(_source(inspect.unwrap(cls.forward))))))
+    source = _source(inspect.unwrap(cls.forward))
+    try:  # not dedented: comments and strings may begin at the line's start
+        nodes = list(ast.walk(ast.parse(f"if 1:\n{source}" if source[:1].isspace() else source)))
+    except SyntaxError:  # a lambda's line
+        return False
     calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "attention_interface"]
     handed = {ast.unparse(mask) for call in calls for mask in call.args[4:5]}  # after module, query, key and value
     handed |= {ast.unparse(named.value) for call in calls for named in call.keywords if named.arg == "attention_mask"}

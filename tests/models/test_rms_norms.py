@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import te_bench.models as te
 
@@ -54,3 +55,39 @@ def test_what_computes_otherwise_stays(family: str, name: str) -> None:
     model = make(family, name)
     assert not te.convert(model).converted
     assert type(model[0]).__name__ == name  # type: ignore[index]
+
+
+def test_a_norm_is_known_whatever_torch_s_default_dtype_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = make("llama", "LlamaRMSNorm")
+        te.convert(model)
+    finally:
+        torch.set_default_dtype(before)
+    assert isinstance(model[0], te.RMSNorm)  # type: ignore[index]
+
+
+def test_a_norm_of_fake_tensors_stays_and_nothing_is_raised() -> None:
+    with FakeTensorMode():
+        report = te.convert(make("llama", "LlamaRMSNorm"))
+    assert [kept.reason for kept in report.kept] == ["its weight is a FakeTensor"]
+
+
+def test_what_is_called_an_rms_norm_and_stays_has_a_reason() -> None:
+    without_eps = make("llama", "LlamaRMSNorm")
+    without_eps[0].variance_epsilon = 0.0  # type: ignore[index]
+    doubled = type("DoubledRMSNorm", (type(without_eps[0]),), {"forward": lambda self, x: 2 * x})  # type: ignore[index]
+    doubled.__module__ = without_eps[0].__module__  # type: ignore[index]
+    for model, reason in (
+        (without_eps, "its eps is 0.0: te's must be a number greater than 0"),
+        (nn.Sequential(doubled(32)), "it does not compute weight x / sqrt(mean(x^2) + eps)"),
+    ):
+        report = te.convert(model)
+        assert not report.converted
+        assert [kept.reason for kept in report.kept] == [reason]
+
+
+def test_modules_of_torchscript_are_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), torch.jit.script(nn.ReLU()))
+    assert [layer.name for layer in te.convert(model).converted] == ["0"]

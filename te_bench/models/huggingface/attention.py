@@ -244,6 +244,7 @@ def _read(
 def _hidden(given: Tensor, in_fp8: bool) -> Tensor:
     """Return a mask's hidden keys: False of a bool one, its dtype's least numbers of one to be added to the scores.
 
+    A row that sees no key is then hidden wholly, where the least number added to all its scores would let it see all.
     Raises ValueError if it adds other numbers.
     """
     if given.dtype is torch.bool:

@@ -1,6 +1,7 @@
 """te.convert(parts=...): families of transformers by te-bench's kernels compute the same, and go on as models do."""
 
 import copy
+import importlib
 import io
 import pickle
 from pathlib import Path
@@ -32,6 +33,28 @@ STAYS: dict[str, dict[str, str]] = {
     "vit": {"rotary": NO_ROTARY, "head": NO_HEAD, **NO_BLOCKS},
     "whisper": {"mlp": "another function", "rotary": NO_ROTARY, "head": NO_HEAD, **NO_BLOCKS},
 }
+
+
+ODD = """
+from torch import nn
+
+
+class Odd(nn.Module):
+    def forward(self, x):
+        text = '''
+of a line that begins where the class does'''
+# as does this comment
+        return 2 * x if text else x
+"""
+
+
+def test_how_a_module_s_source_is_indented_is_no_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "oddly_indented.py").write_text(ODD)
+    monkeypatch.syspath_prepend(tmp_path)
+    model = make("llama")
+    model.model.layers[0].mlp = importlib.import_module("oddly_indented").Odd()
+    assert "attention: " in str(te.convert(model, parts="attention"))
+    assert model.config._attn_implementation == "te_bench"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

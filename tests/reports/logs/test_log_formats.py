@@ -84,14 +84,20 @@ def test_tensorboard_s_own_writer_is_read_to_the_bit(tmp_path):
         ),
         ("Step 1 | loss:2.085338592529297 lr:2e-05 tokens_per_second_per_gpu:57.8\n", None, [(1, 2.085338592529297)]),
         (
-            "Training epoch 0, iteration 8/9 | lr: 0.0006 | global_step: 8 | reduced_train_loss: 7.113\n"
-            "Training epoch 0, iteration 9/9 | lr: 3e-05 | global_step: 9 | reduced_train_loss: 1.233 | "
-            "train_step_timing in s: 0.03146 | val_loss: 4.106\n",
-            [(9, 4.106)],
-            [(8, 7.113), (9, 1.233)],
+            # It repeats the last validation loss on every line.
+            "Training epoch 0, iteration 7/9 | lr: 6e-4 | global_step: 7 | peak_memory_usage: 9 | reduced_train_loss: 7.9\n"
+            "Training epoch 0, iteration 8/9 | lr: 6e-4 | global_step: 8 | reduced_train_loss: 7.1 | val_loss: 4.106\n"
+            "Training epoch 0, iteration 9/9 | lr: 3e-5 | global_step: 9 | reduced_train_loss: 1.2 | val_loss: 4.106\n",
+            [(8, 4.106)],
+            [(7, 7.9), (8, 7.1), (9, 1.2)],
+        ),
+        (  # in colours, and with a stray line as another trainer prints it
+            "\x1b[32mstep:1/2 train_loss:\x1b[0m9.0 t\n\x1b[32mstep:2/2 train_loss:8.0\x1b[0m\nbest so far s:5 tel:1.0\n",
+            None,
+            [(1, 9.0), (2, 8.0)],
         ),
     ],
-    ids=["modded-nanogpt", "llm.c", "LitGPT", "torchtune", "NeMo"],
+    ids=["modded-nanogpt", "llm.c", "LitGPT", "torchtune", "NeMo", "colours"],
 )
 def test_other_trainers_that_print_a_step_and_a_loss_on_one_line_are_read_as_nanogpt_is(
     text, validation, training, tmp_path

@@ -9,41 +9,57 @@
 
 Sources: the print statements of karpathy/nanoGPT, Lightning-AI/litgpt, karpathy/llm.c (main.log),
 KellerJordan/modded-nanogpt, meta-pytorch/torchtune and NVIDIA-NeMo. Without a validation loss, the loss of the training
-steps is judged, not nanoGPT's train loss of evaluations, which use other batches.
+steps is judged, not nanoGPT's train loss of evaluations, which use other batches. NeMo repeats its last validation loss on
+every line; a repetition is no validation.
 """
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 
-from te_bench.reports.logs import LogFormat
-from te_bench.reports.logs.formats._console import NUMBER, read_lines
+from te_bench.reports.logs import LogFile, LogFormat, Series
+from te_bench.reports.logs.formats._console import NUMBER, lines_of, read_lines
 
-_STEP = r"\b(?:step |iter |step:|s:|Step |global_step: )(?P<step>\d+)"
-_BEFORE = {
-    "val loss": (
-        rf": train loss {NUMBER}, val loss ",
-        ": val loss ",
-        " tel:",
-        r"/\d+ val_loss:",
-        r" \|.*\| val_loss: ",
-    ),
-    "train loss": (
-        *(
-            ": loss ",
-            r" step \d+ \| loss train: ",
-            " trl:",
-            r"/\d+ train_loss:",
-            r" \| loss:",
-            r" \| reduced_train_loss: ",
-        ),
-    ),
-}
-_PATTERNS = {
-    name: re.compile(rf"{_STEP}(?:{'|'.join(before)})(?P<loss>{NUMBER})(?=[,\s]|$)") for name, before in _BEFORE.items()
-}
+_STEP, _LOSS = r"(?P<step>\d+)", rf"(?P<loss>{NUMBER})(?=[,\s]|$)"
+
+
+def _patterns(training: str, validation: str | None = None) -> dict[str, re.Pattern[str]]:
+    found = {} if validation is None else {"val loss": re.compile(validation)}
+    return found | {"train loss": re.compile(training)}
+
+
+_NEMO = _patterns(
+    rf"\bglobal_step: {_STEP} \|.*\breduced_train_loss: {_LOSS}", rf"\bglobal_step: {_STEP} \|.*\bval_loss: {_LOSS}"
+)
+_TRAINERS = (
+    _patterns(rf"\biter {_STEP}: loss {_LOSS}", rf"\bstep {_STEP}: train loss {NUMBER}, val loss {_LOSS}"),
+    _patterns(rf"\biter {_STEP} step \d+ \| loss train: {_LOSS}", rf"\b(?:iter|step) {_STEP}: val loss {_LOSS}"),
+    _patterns(rf"\bs:{_STEP} trl:{_LOSS}", rf"\bs:{_STEP} tel:{_LOSS}"),
+    _patterns(rf"\bstep:{_STEP}/\d+ train_loss:{_LOSS}", rf"\bstep:{_STEP}/\d+ val_loss:{_LOSS}"),
+    _patterns(rf"\bStep {_STEP} \| loss:{_LOSS}"),
+    _NEMO,
+)
+
+
+def _recognises(file: LogFile) -> bool:
+    text = "".join(lines_of(file))
+    return any(pattern.search(text) for patterns in _TRAINERS for pattern in patterns.values())
+
+
+def _read(files: Sequence[LogFile]) -> Series:
+    """Read the lines of the trainer that printed most of them, so that no stray line is taken for a loss."""
+    both = [(patterns, read_lines(files, patterns)) for patterns in _TRAINERS]
+    patterns, found = max(both, key=lambda one: sum(map(len, one[1].losses.values())))
+    if patterns is not _NEMO or "val loss" not in found.losses:
+        return found
+    printed = found.losses["val loss"]
+    fresh = [printed[0], *(after for before, after in pairwise(printed) if before[1] != after[1])]
+    return replace(found, losses={**found.losses, "val loss": fresh})
 
 
 FORMAT = LogFormat(
-    title="the console log of nanoGPT, modded-nanogpt, llm.c, LitGPT, torchtune or NeMo",
-    recognises=lambda file: any(pattern.search(file.text) for pattern in _PATTERNS.values()),
-    read=lambda files: read_lines(files, _PATTERNS),
+    title="the console log of nanoGPT, modded-nanogpt, LitGPT, torchtune or NeMo, or llm.c's main.log",
+    recognises=_recognises,
+    read=_read,
 )
