@@ -173,6 +173,8 @@ def _lack(model: Any, models: list[Any]) -> str | None:
         return "it has attention sinks, which no kernel does"
     if _mention(models, "position_bias"):
         return "it adds a bias of positions to the scores, which no kernel does"
+    if not all(inner._supports_sdpa for inner in models):
+        return "transformers writes its attention out, and takes no kernel for it (no attn_implementation='sdpa')"
     # Models read the mask of tokens, which is a tensor; modules in them are given te-bench's.
     inner: set[Any] = {type(module) for module in model.modules() if not isinstance(module, PreTrainedModel)}
     own = sorted(cls.__name__ for cls in inner if _computes_mask(cls))

@@ -39,12 +39,6 @@ ABSENT = {
 }
 
 
-NO_TENSOR = (
-    f"a module of this model computes with the mask of attention, of which attn_implementation={NAME!r} makes no tensor: "
-    "take attn_implementation='sdpa', and te.convert's parts without attention"
-)
-
-
 class Seen(NamedTuple):
     """The keys that a row sees: inside the window, none after the row if causal, and not hidden by the mask.
 
@@ -57,15 +51,6 @@ class Seen(NamedTuple):
     mask: Tensor | None = None
     starts: Tensor | None = None
     longest: int = 0
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("shape", "dtype", "size", "dim"):  # what is asked first of a tensor
-            raise ValueError(NO_TENSOR)
-        raise AttributeError(name)
-
-    @classmethod
-    def __torch_function__(cls, *_: Any) -> Any:
-        raise ValueError(NO_TENSOR)
 
 
 @torch.compiler.disable(reason="te_bench's mask looks at padding and packed sequences")  # type: ignore[untyped-decorator]

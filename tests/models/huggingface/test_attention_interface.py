@@ -157,13 +157,6 @@ def test_its_output_can_be_viewed_as_transformers_own_can() -> None:
     assert out.view(2, LENGTH, 32).shape == (2, LENGTH, 32)
 
 
-def test_a_module_that_computes_with_the_mask_is_told_what_to_do() -> None:
-    seen = attention.mask(2, LENGTH, LENGTH, mask_function=transformers.masking_utils.causal_mask_function)
-    for use in (lambda: seen.shape, lambda: torch.zeros(LENGTH, LENGTH) + seen):
-        with pytest.raises(ValueError, match=r"computes with the mask of attention.*take attn_implementation='sdpa'"):
-            use()
-
-
 def test_soft_caps_and_biases_of_positions_are_refused() -> None:
     for family, words in (("gemma2", "a soft cap of the scores"), ("t5", "a bias of the scores")):
         model = make(family)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, GQA, assert_same, inputs, make, run, tokens
+from families import FAMILIES, GQA, VOCAB, assert_same, inputs, make, run, tokens
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -219,15 +219,34 @@ def test_a_model_without_attention_is_given_none() -> None:
     assert "it has no attention that goes by transformers' interface" in (part.reason or "")
 
 
-def test_an_attention_that_makes_a_mask_of_its_own_keeps_it() -> None:
+BIGBIRD = {
+    **{f"{side}_{size}": n for side in ("encoder", "decoder") for size, n in (("layers", 1), ("attention_heads", 2))},
+    **{"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "d_model": 32, "vocab_size": VOCAB, "max_position_embeddings": 32},
+    **{"decoder_start_token_id": 0, "dropout": 0.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "settings", "reason"),
+    [
+        ("DogeForCausalLM", "DogeConfig", GQA, "its DogeAttention computes with the mask of attention"),
+        (
+            "BigBirdPegasusForConditionalGeneration",
+            "BigBirdPegasusConfig",
+            BIGBIRD,
+            "transformers writes its attention out",
+        ),
+    ],
+)
+def test_an_attention_whose_masks_are_its_own_stays(model: str, config: str, settings: Any, reason: str) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    model = transformers.DogeForCausalLM(transformers.DogeConfig(**GQA))
+    made = getattr(transformers, model)(getattr(transformers, config)(**settings))
     given = {"input_ids": tokens(), "labels": tokens()}
-    loss, gradients = run(model, given)
-    parts = {part.part: part.reason or "" for part in te.convert(model, parts="all").parts}
-    assert parts["attention"].startswith("its DogeAttention computes with the mask of attention")
-    again, found = run(model, given)
+    loss, gradients = run(made, given)
+    stays = {part.part: part.reason or "" for part in te.convert(made, parts="all").parts}
+    assert reason in stays["attention"]
+    again, found = run(made, given)
     torch.testing.assert_close(again, loss, rtol=1e-5, atol=0)
     assert_same(found, gradients, 1e-4)
 
