@@ -99,12 +99,14 @@ def only_pairs(arm: Losses, matched: Matched) -> Losses:
     """Return the arm with the curves of its pairs alone, or all of them where there are no pairs."""
     if not matched.seeds:
         return arm
-    return replace(arm, curves={seed: curve for seed, curve in arm.curves.items() if seed in matched.seeds})
+    kept = frozenset(matched.seeds)
+    return replace(arm, curves={seed: curve for seed, curve in arm.curves.items() if seed in kept})
 
 
 def note_left_out(baseline: Losses, candidate: Losses, matched: Matched) -> str | None:
     """Return a note on runs without a partner, or None; a run that the candidate lacks may have diverged."""
-    lone = [[seed for seed in arm.final if seed not in matched.seeds] for arm in (baseline, candidate)]
+    of_pairs = frozenset(matched.seeds)
+    lone = [[seed for seed in arm.final if seed not in of_pairs] for arm in (baseline, candidate)]
     if not matched.seeds or not any(lone):
         return None
     arms = zip(lone, (baseline, candidate), strict=True)
