@@ -294,6 +294,19 @@ def test_loss_against_time_leaves_out_what_only_shows_that_a_study_works(by_time
     assert not any("A/A" in name or "broken" in name or "not run" in name for name in names)
 
 
+def panel_heights(figure: Figure) -> list[float]:
+    """The panels' heights in inches, as drawn."""
+    figure.canvas.draw()
+    return [axes.get_window_extent().height / figure.dpi for axes in figure.axes]
+
+
+def test_a_long_legend_makes_the_figure_taller_and_not_its_panels(tmp_path: Path, by_time: Figure) -> None:
+    [comparison] = only_group(write_study(tmp_path / "run", study_records())).trainings
+    short = loss_figures.losses(comparison, "time_s")
+    assert len(short.legends[0].texts) + 4 <= len(by_time.legends[0].texts)
+    assert panel_heights(by_time) == pytest.approx(panel_heights(short), rel=0.15)
+
+
 def test_curves_of_one_figure_differ_in_colour_or_marker(by_time: Figure) -> None:
     curves = by_time.axes[0].lines
     styles = {(line.get_color(), line.get_marker()) for line in curves}
