@@ -96,6 +96,12 @@ def test_a_plan_s_times_are_those_of_the_records() -> None:
     }
 
 
+def test_a_step_that_gpus_share_is_planned_by_the_share_of_each() -> None:
+    one = next(r.trial for r in journal("h200/scaling").records.values() if r.trial.problem.get("world", 1) == 1)
+    eight = one.with_(world=8, parallel="ddp", batch=8 * one.problem["batch"])
+    assert estimate.seconds(eight) == pytest.approx(estimate.seconds(one))
+
+
 def test_an_emulated_format_s_steps_take_as_many_times_a_bf16_step_s_time_as_recorded() -> None:
     steps = defaultdict(list)
     for record in journal("h200/speed-emulated").records.values():
