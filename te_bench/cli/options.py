@@ -4,6 +4,7 @@ import inspect
 import math
 import os
 import re
+import shlex
 import sys
 import textwrap
 from collections.abc import Callable
@@ -139,6 +140,11 @@ def said(context: typer.Context, *names: str) -> str:
     options = {option.name: option.opts[-1] for option in context.command.params}
     given = [name for name in names if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]
     return ", ".join(options[name] for name in given)
+
+
+def again(*without: str) -> str:
+    """Return this command for another time: without --fresh, which would set aside what it has measured, and `without`."""
+    return f"te-bench {shlex.join(word for word in sys.argv[1:] if word not in ('--fresh', *without))}"
 
 
 def say(sentence: str, indent: str = "") -> None:

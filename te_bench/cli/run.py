@@ -25,6 +25,7 @@ from te_bench.cli.options import (
     Timeout,
     Timings,
     Within,
+    again,
     check_on,
     find_gpus,
     places,
@@ -229,8 +230,7 @@ def carry_out(
             from te_bench.reports.analysis.naming import count_trials
 
             left = len(runner.to_do(trials, store.journal, here, retry=retry))
-            again = shlex.join(word for word in sys.argv[1:] if word != "--fresh")
-            print(f"\nStopped with {count_trials(left)} to go{unchanged}. To go on: te-bench {again}")
+            print(f"\nStopped with {count_trials(left)} to go{unchanged}. To go on: {again()}")
             raise typer.Exit(exit_code(interrupt)) from None
         records = store.journal.records
         if limit is not None:
@@ -285,7 +285,7 @@ def _finish(directory: Path, records: "list[Record]", limit: "planned.Limit | No
         f"trials of this command: {', '.join(f'{number} {outcome}' for outcome, number in counts.most_common()) or 'none'}"
     )
     print(f"report: {index}")
-    left = None if limit is None else limit.how_to_go_on(f"te-bench {shlex.join(sys.argv[1:])}")
+    left = None if limit is None else limit.how_to_go_on(again())
     if left:
         print(left)
     _say_too_few_for_a_gate(directory, records)
@@ -312,9 +312,10 @@ def _say_too_few_for_a_gate(directory: Path, records: "list[Record]") -> None:
     seeds = min(timed.values(), default=FEWEST)
     if seeds < FEWEST:
         many = f"{seeds} seeds a trial are" if seeds > 1 else "1 seed a trial is"
+        anew = " and without --fresh" if "--fresh" in sys.argv else ""
         say(
             f"To compare these times with another run's by te-bench gate --baseline {shlex.quote(str(directory))}, {many} "
-            f"too few: a gate needs {FEWEST}, better {SEEDS}. The same command with --seeds {SEEDS} adds the missing ones."
+            f"too few: a gate needs {FEWEST}, better {SEEDS}. This command with --seeds {SEEDS}{anew} adds the missing ones."
         )
 
 

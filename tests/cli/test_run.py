@@ -42,7 +42,7 @@ def test_a_real_run_from_plan_to_report_and_the_rerun_that_does_nothing(tmp_path
     said = " ".join(done.stdout.split())
     assert "by te-bench gate --baseline" in said
     assert (
-        "1 seed a trial is too few: a gate needs 5, better 8. The same command with --seeds 8 adds the missing ones."
+        "1 seed a trial is too few: a gate needs 5, better 8. This command with --seeds 8 adds the missing ones."
         in said
     )
 
