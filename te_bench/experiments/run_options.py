@@ -258,7 +258,7 @@ class Options:
     alpha: float | None = _option(
         "Error rate of the verdict's tests. Default: 0.05.",
         float,
-        check=_where(lambda value: 0 < value < 0.5, "a probability between 0 and 0.5, such as 0.05"),
+        check=_where(lambda value: 1e-5 <= value < 0.5, "a probability from 0.00001 to below 0.5, such as 0.05"),
         unheeded="gives no verdict on convergence",
     )
     branch_at: int | None = _option(
