@@ -173,6 +173,12 @@ def test_a_report_prepares_nothing_that_only_some_reports_show() -> None:
     assert subprocess.check_output([sys.executable, "-c", REPORTING], text=True) == "[]\n"
 
 
+def test_a_sentence_at_a_run_s_end_imports_no_figures() -> None:
+    code = "import sys, te_bench.gate.question; from te_bench.cli.options import say; say('2 of 2 trials ok')"
+    code += "; print([name for name in ('matplotlib', 'scipy') if name in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "2 of 2 trials ok\n[]\n"
+
+
 def test_a_trial_imports_no_scipy() -> None:
     code = "import sys, te_bench.experiments.trial, te_bench.experiments.workloads.train_step; print('scipy' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"
