@@ -31,8 +31,7 @@ from te_bench.advice.traps import Finding
 from te_bench.experiments.spec import OWN_ATTENTION, Record
 from te_bench.reports.analysis import naming
 from te_bench.reports.analysis.measures import Ratio
-from te_bench.reports.page import text
-from te_bench.reports.page.tables import TERMINAL_WIDTH
+from te_bench.reports.page import screen, text
 
 LINES = 23
 MEASURES = "A larger --budget would also measure"
@@ -64,7 +63,7 @@ def terminal(evidence: Evidence, decision: Decision, findings: Sequence[Finding]
     copied = code(evidence.question, decision.use)
     unknown = decision.undecided and copied == [NOTHING]
     lines = [] if unknown else [f"    {line}" for line in copied]
-    wrap = textwrap.TextWrapper(TERMINAL_WIDTH, subsequent_indent="  ", break_on_hyphens=False, placeholder=" ...")
+    wrap = textwrap.TextWrapper(screen.WIDTH, subsequent_indent="  ", break_on_hyphens=False, placeholder=" ...")
     kept: list[str] = []
     *first, last = sentences(evidence, decision, findings)
     for number, sentence in enumerate(first):

@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperOption
 
 from te_bench.experiments.run_options import OPTIONS, Options, between, fewer_bits, read
+from te_bench.reports.page import screen
 
 
 class Once(TyperCommand):
@@ -149,9 +150,7 @@ def again(*without: str) -> str:
 
 def say(sentence: str, indent: str = "") -> None:
     """Print a sentence wrapped to the terminal, at most to the reports' width; lines after the first are indented."""
-    from te_bench.reports.page.tables import TERMINAL_WIDTH, screen
-
-    width = screen(TERMINAL_WIDTH)
+    width = screen.columns(screen.WIDTH)
     print("\n".join(textwrap.wrap(sentence, width, subsequent_indent=indent, break_on_hyphens=False)))
 
 

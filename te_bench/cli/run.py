@@ -304,8 +304,7 @@ def _finish(directory: Path, records: "list[Record]", limit: "planned.Limit | No
 
 def _say_too_few_for_a_gate(directory: Path, records: "list[Record]") -> None:
     """Say how to get enough seeds for a gate on these records, if a timed trial has too few."""
-    from te_bench.gate.decision import FEWEST
-    from te_bench.gate.stored_runs import SEEDS
+    from te_bench.gate.question import FEWEST, SEEDS
     from te_bench.reports.analysis.rows import TIMED
 
     timed = Counter(r.trial.cell for r in records if r.outcome == "ok" and TIMED.keys() & r.samples.keys())

@@ -6,10 +6,12 @@ import shutil
 from typing import Any
 
 from te_bench.experiments import environment
+from te_bench.experiments.problems import AttentionProblem
 from te_bench.experiments.spec import MODES, PRECISIONS
 
 #: GPT-2's head size, about which every backend is asked.
 HEADS, LENGTH, HEAD_DIM = 12, 1024, 64
+ATTENTION = AttentionProblem(batch=1, heads=HEADS, length=LENGTH, head_dim=HEAD_DIM, causal=True)
 VOCAB = 50257
 
 #: Other projects' layers: {file in models/layer: (package, recipe to ask about)}.
@@ -71,7 +73,7 @@ def _capabilities(device: str) -> dict[str, dict[str, str]]:
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
 
     def backend(name: str, dtype: str) -> str:
-        return attention.load(name).unsupported(_attention_problem(dtype, device, capability)) or "ok"
+        return attention.load(name).unsupported(ATTENTION.posed(dtype, device, capability)) or "ok"
 
     def precision(name: str) -> str:
         if name == "fp16" and device == "cpu":
@@ -115,22 +117,6 @@ def _operators(capability: tuple[int, int] | None) -> dict[str, dict[str, str]]:
     return {} if capability is None else gpu_support.sections(torch.cuda.get_device_name(), capability)
 
 
-def _attention_problem(dtype: str, device: str, capability: tuple[int, int] | None) -> Any:
-    from te_bench.kernels.attention import Problem
-
-    return Problem(
-        batch=1,
-        heads=HEADS,
-        length=LENGTH,
-        head_dim=HEAD_DIM,
-        dtype=dtype,
-        causal=True,
-        dropout=0.0,
-        device=device,
-        capability=capability,
-    )
-
-
 def rivals(device: str, capability: tuple[int, int] | None) -> dict[str, str]:
     """Return {package (its kind): answer} for other projects' code, asked for bf16, or FP8, on this machine."""
     from te_bench.kernels import attention, linear_cross_entropy, norm
@@ -142,8 +128,8 @@ def rivals(device: str, capability: tuple[int, int] | None) -> dict[str, str]:
     head = functools.partial(linear_cross_entropy.Problem, d=HEADS * HEAD_DIM, vocab=VOCAB, padded=-(-VOCAB // 64) * 64)
     flash4, liger = attention.load("flash4"), linear_cross_entropy.load("liger")
     found = {
-        "flash-attn-4 (attention)": flash4.unsupported(_attention_problem(**hopper))
-        or flash4.unsupported(_attention_problem(**machine)),
+        "flash-attn-4 (attention)": flash4.unsupported(ATTENTION.posed(**hopper))
+        or flash4.unsupported(ATTENTION.posed(**machine)),
         "liger-kernel (linear cross-entropy)": liger.unsupported(head(**hopper)) or liger.unsupported(head(**machine)),
     }
     for kind in norm.KINDS:

@@ -122,15 +122,15 @@ def nvidia_gpus() -> list[dict[str, Any]]:
         pynvml.nvmlInit()
     except pynvml.NVMLError:  # no library or no driver
         return []
-    driver = _text(pynvml.nvmlSystemGetDriverVersion())
+    driver = pynvml.nvmlSystemGetDriverVersion()
     gpus = []
     for index in range(pynvml.nvmlDeviceGetCount()):
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         gpus.append(
             {
                 "index": index,
-                "name": _text(pynvml.nvmlDeviceGetName(handle)),
-                "uuid": _text(pynvml.nvmlDeviceGetUUID(handle)),
+                "name": pynvml.nvmlDeviceGetName(handle),
+                "uuid": pynvml.nvmlDeviceGetUUID(handle),
                 "driver": driver,
                 "memory_bytes": pynvml.nvmlDeviceGetMemoryInfo(handle).total,
                 "capability": _capability(handle),
@@ -328,10 +328,6 @@ def _git_output(root: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def _try(read: Callable[..., float], *arguments: Any, scale: float = 1) -> float | None:

@@ -137,7 +137,7 @@ def problem_of(options: Options) -> Settings:
         problem["min_learning_rate"] *= options.learning_rate / problem["learning_rate"]
         problem["learning_rate"] = options.learning_rate
     model, block = problem["model"], problem["block"]
-    data = options.data_for(model, "stdlib")
+    data = options.data_for(model)
     plain = {"cpu": "bytes", "cpu-pool": "bytes", "char": "bytes" if data == "stdlib" else "chars"}
     steps = _steps(options, problem)
     every = max(1, steps * problem["eval_every"] // problem["steps"])

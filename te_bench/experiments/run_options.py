@@ -351,8 +351,8 @@ class Options:
         instead=_KEEPING,
     )
 
-    def data_for(self, model: str, default: str) -> str:
-        return self.data.get(model, self.data.get("", default))
+    def data_for(self, model: str) -> str:
+        return self.data.get(model, self.data.get("", "stdlib"))
 
 
 #: {option: its declaration}, in the order of the command line's help.

@@ -24,11 +24,11 @@ from te_bench.experiments.store import GATE_SIDES as SIDES
 from te_bench.experiments.store import Store
 from te_bench.gate import checkouts, output, paired_sweep
 from te_bench.gate.commands import CommandProcesses
-from te_bench.gate.decision import FEWEST, GateVerdict
+from te_bench.gate.decision import GateVerdict
 from te_bench.gate.memory_and_checks import FindingKind, GateFinding
 from te_bench.gate.paired_sweep import GateProcesses, PairedPlan
 from te_bench.gate.paired_trial import Unrunnable
-from te_bench.gate.question import Question
+from te_bench.gate.question import FEWEST, Question
 from te_bench.gate.stored_runs import INCOMPLETE, Gate, compare, judge_at_end
 from te_bench.reports.analysis.naming import count_trials, first_of
 from te_bench.reports.analysis.rows import TIMED, printable

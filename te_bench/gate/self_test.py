@@ -20,10 +20,10 @@ import numpy as np
 
 from te_bench.experiments.spec import Options
 from te_bench.gate import checkouts, places, revisions
-from te_bench.gate.decision import FEWEST, GateVerdict, decide
+from te_bench.gate.decision import GateVerdict, decide
 from te_bench.gate.neighbours import first_timed
 from te_bench.gate.places import Place
-from te_bench.gate.question import Question
+from te_bench.gate.question import FEWEST, Question
 from te_bench.gate.stored_runs import Gate
 from te_bench.reports.convergence.stability import rate_bound
 from te_bench.reports.page import text

@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from te_bench.experiments.spec import Record, matches
-from te_bench.gate.decision import FEWEST, GateDecision, GateJudgement, GateVerdict, decide
+from te_bench.gate.decision import GateDecision, GateJudgement, GateVerdict, decide
 from te_bench.gate.memory_and_checks import FindingKind, GateFinding, Match, compare_match, compare_studies
-from te_bench.gate.question import ALPHA, MARGIN
+from te_bench.gate.question import ALPHA, FEWEST, MARGIN, SEEDS
 from te_bench.reports.analysis.measures import median, seconds_of
 from te_bench.reports.analysis.naming import COMMAND
 from te_bench.reports.analysis.rows import (
@@ -46,9 +46,6 @@ _JUDGED = "code"
 #: nvml.h, nvmlClocksEventReasons*: hardware slowdown, software and hardware thermal slowdown, power brake. Not 0x4, the
 #: software power cap: an H200 that runs large GEMMs is always at its cap.
 _THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
-#: Advised for each of two stored runs. With pairs that vary by 0.4 %, as a GPU's do, 80 % of gates find a slow-down of
-#: 3.0 % with eight seeds, of 3.7 % with five.
-SEEDS = 8
 TELLING = 5  # different times in a process; short kernels may share fewer by chance, because clocks are coarse
 QUIET = 0.1  # the quantile of a process's samples on a CPU
 

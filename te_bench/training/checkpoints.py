@@ -31,6 +31,7 @@ from te_bench.models.recipe import Recipe
 from te_bench.training import tokenizer as tokenizers
 from te_bench.training import weights
 from te_bench.training.corpus import Corpus
+from te_bench.training.durable import replacing
 from te_bench.training.parallel import SINGLE, Parallel
 
 FORMAT = 2  # of the part "te_bench"
@@ -119,7 +120,7 @@ def save(
     if parallel.rank:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with weights.replacing(path) as temporary:
+    with replacing(path) as temporary:
         torch.save(content, temporary)
 
 

@@ -30,7 +30,7 @@ def _budget(options: Options) -> list[Trial]:
     sizes = suite_trials.sized(options, {"model": "gpt2", "block": 1024} if cuda else {"model": "tiny", "block": 64})
     model, block = sizes["model"], sizes["block"]
     tokenizer = "bpe:50257" if cuda else "bytes"
-    data = suite_trials.corpus_problem(options, model, options.data_for(model, "stdlib"), tokenizer, block)
+    data = suite_trials.corpus_problem(options, model, options.data_for(model), tokenizer, block)
     budget = options.budget_s or BUDGET_S
     problem: Settings = {
         **data,
@@ -57,7 +57,7 @@ def _steps(options: Options) -> list[Trial]:
     base = usual | {"model": suite_trials.named(options, usual["model"]), "block": options.tokens or usual["block"]}
     base["batch"] = options.batch or usual["batch"]
     model, block = base["model"], base["block"]
-    name = options.data_for(model, "stdlib")
+    name = options.data_for(model)
     data = suite_trials.corpus_problem(options, model, name, "bytes" if name == "stdlib" else "chars", block)
     mode = "compile" if options.device == "cuda" else "eager"
     return [

@@ -118,10 +118,10 @@ def shortened(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 1].rstrip() + "…"
 
 
-def folded(name: str, width: int, most: int = 4) -> list[str]:
-    """Return the name in at most `most` lines of `width` characters; only the last is cut, as ends distinguish names."""
+def folded(name: str, width: int) -> list[str]:
+    """Return the name in at most 4 lines of `width` characters; only the last is cut, as ends distinguish names."""
     lines = textwrap.wrap(name, width, break_on_hyphens=False) or [""]
-    return lines if len(lines) <= most else [*lines[: most - 1], shortened(" ".join(lines[most - 1 :]), width)]
+    return lines if len(lines) <= 4 else [*lines[:3], shortened(" ".join(lines[3:]), width)]
 
 
 def slug(name: str) -> str:

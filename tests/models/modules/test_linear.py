@@ -275,17 +275,16 @@ def test_every_call_looks_anew_at_what_its_region_asks_for() -> None:
     def gathered(**options: Any) -> float:
         with te.autocast(recipe=recipe.DelayedScaling(amax_history_len=4), **options):
             layer(x)
-            amax: float = layer._state.slot("input", 0).amax.item()
-        return amax
+            return layer.recipe_state()["amax_history_fwd"][0, 0].item()
 
     assert gathered() == x.abs().max()
     assert "saturated" not in te.numerics(layer)[""]["input"]
-    layer._state.forward.scale.fill_(1.0)
+    layer.recipe_state()["scale_fwd"].fill_(1.0)
     with te.record_numerics():
         gathered()
     counted = te.numerics(layer)[""]["input"]["saturated"]
     assert counted > 0
-    layer._state.forward.scale.fill_(1.0)
+    layer.recipe_state()["scale_fwd"].fill_(1.0)
     gathered()
     assert te.numerics(layer)[""]["input"]["saturated"] == counted
     with torch.no_grad():

@@ -88,13 +88,6 @@ def test_the_gradient_turns_back() -> None:
     assert torch.autograd.gradcheck(lambda x: apply_rotary_pos_emb(x, freqs, interleaved=True), (t,))
 
 
-def test_it_compiles_without_breaks() -> None:
-    freqs = RotaryPositionEmbedding(8).to("cpu")(9)
-    t = torch.randn(9, 1, 2, 8)
-    compiled = torch.compile(apply_rotary_pos_emb, fullgraph=True, backend="eager")
-    assert torch.equal(compiled(t, freqs), apply_rotary_pos_emb(t, freqs))
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

@@ -10,6 +10,7 @@ from contrast import faint_texts
 from convergence_runs import JUDGEMENT, TRUTH, run_record, study_records, write_study
 from journals import only_group, result_of
 from matplotlib.figure import Figure
+from svg_alone import svg_alone
 
 from te_bench.experiments.spec import Record
 from te_bench.reports.group_result import load_report
@@ -30,8 +31,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def drawings(run: Path) -> dict[str, Drawing]:
-    result = only_group(run)
-    return {drawing.name: drawing for drawing in gallery.figures_of(result, "")}
+    with svg_alone():
+        return {drawing.name: drawing for drawing in gallery.figures_of(only_group(run), "")}
 
 
 @pytest.mark.parametrize("early", [0.008, -0.5])
