@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from journals import record, result_of, step_record, trial
 
-from te_bench.reports.analysis import ranking
+from te_bench.reports.analysis import measures, ranking
 
 
 def ladder(tmp_path, milliseconds, **changes):
@@ -46,6 +46,24 @@ def test_pairs_are_compared_and_not_what_all_seeds_have_in_common(tmp_path):
     """Every third run is 9 times as slow: of the pairs it takes nothing."""
     times = {"flash": (10.0, 10.1, 90.5), "cudnn": (12.0, 12.2, 108.0)}
     assert words(ladder(tmp_path, times)) == {"flash": "fastest", "cudnn": "slower"}
+
+
+def test_pairs_of_the_same_two_gpus_are_one_observation(tmp_path):
+    """As merged from two machines: chips differ alike in each pair, however many there are."""
+
+    def on(gpu, attention, times):
+        found = [step_record(trial(attention=attention, seed=seed), ms) for seed, ms in enumerate(times)]
+        return [dataclasses.replace(one, device_state=one.device_state | {"uuid": gpu}) for one in found]
+
+    here = [*on("GPU-a", "math", (20.0, 20.4, 20.2)), *on("GPU-a", "flash", (10.0, 10.2, 10.1))]
+    there = on("GPU-b", "cudnn", (9.9, 10.1, 10.0))
+    steps = result_of(tmp_path, [*here, *there]).steps
+    assert words(steps) == {"flash": "fastest", "cudnn": "one run", "math": "slower"}
+    of = {step.configuration.trial.attention: step.configuration for step in steps.steps}
+    beside, merged = (measures.speedup(of["math"], of[name]) for name in ("flash", "cudnn"))
+    assert (beside.n, beside.low is not None) == (3, True)
+    assert (merged.n, merged.low) == (1, None)
+    assert merged.value == pytest.approx(2.02, abs=0.005)
 
 
 def test_a_single_run_is_neither_fastest_nor_slower(tmp_path):
