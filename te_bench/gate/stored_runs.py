@@ -31,6 +31,7 @@ from te_bench.reports.analysis.rows import (
     Configuration,
     Group,
     Results,
+    Row,
     differences,
     identity,
     listed_names,
@@ -267,7 +268,7 @@ def _note_few_seeds(sides: Sequence[Sequence[Group]], timed: TimedPairs) -> list
 
 def _match(baseline: Sequence[Group], candidate: Sequence[Group]) -> list[Match]:
     """Return every configuration of either run, the baseline's first; the name is the trial's without the seed."""
-    before, after = ({one.id: one for group in side for one in group.configurations} for side in (baseline, candidate))
+    before, after = map(_merge, (baseline, candidate))
     known = {**after, **before}
     order = [*before, *(key for key in after if key not in before)]
     trials = {key: known[key].trial for key in order}
@@ -284,6 +285,18 @@ def _match(baseline: Sequence[Group], candidate: Sequence[Group]) -> list[Match]
         )
         for key in order
     ]
+
+
+def _merge(side: Sequence[Group]) -> dict[str, Configuration]:
+    """Return {id: configuration} over all suites: one row a seed, that of the latest record."""
+    rows: dict[str, dict[int, Row]] = {}
+    known = {}
+    for one in chain.from_iterable(group.configurations for group in side):
+        kept, known[one.id] = rows.setdefault(one.id, {}), one
+        for row in one.rows:
+            seed = row.trial.seed
+            kept[seed] = max(kept.get(seed, row), row, key=lambda row: row.record.started_at if row.record else "")
+    return {key: dataclasses.replace(one, rows=tuple(rows[key].values())) for key, one in known.items()}
 
 
 def _plain(matches: Sequence[Match]) -> dict[str, str]:

@@ -311,6 +311,28 @@ def test_of_several_environments_the_newest_is_read(tmp_path: Path) -> None:
     assert any("candidate also holds older environments" in note for note in found.notes)
 
 
+@pytest.mark.parametrize("suites", [("speed", "quick"), ("quick", "speed")])
+def test_suites_that_share_a_configuration_add_up_their_seeds(tmp_path: Path, suites: tuple[str, str]) -> None:
+    def side(name: str, slower: float) -> Path:
+        records, body = steps(name, slower=slower), environment(name)
+        for suite in suites:
+            write(tmp_path / name, records[: 8 if suite == "speed" else 2], suite=suite, body=body)
+        return tmp_path / name
+
+    found = compare(side("baseline", 1.0), side("candidate", 1.1))
+    [one] = found.trials.values()
+    assert (found.exit_code, one.verdict, one.pairs) == (1, GateVerdict.REGRESSION, 8)
+
+
+def test_of_a_seed_that_two_suites_planned_at_two_commits_the_record_counts(tmp_path: Path) -> None:
+    write(tmp_path / "b", steps("candidate", slower=1.1), suite="speed", body=environment("candidate"))
+    planned = [one.trial for one in steps("later")]
+    write(tmp_path / "b", [], planned=planned, suite="quick", body=environment("later", code="later"))
+    found = compare(write(tmp_path / "a", steps("baseline"), body=environment("baseline")), tmp_path / "b")
+    assert found.exit_code == 1
+    assert not found.findings
+
+
 def test_a_regression_comes_before_what_is_missing_and_that_before_what_is_undecided(tmp_path: Path) -> None:
     few = range(2)  # pairs that decide nothing
     undecided = steps("baseline", "cudnn", seeds=few), steps("candidate", "cudnn", seeds=few)
