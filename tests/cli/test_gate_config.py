@@ -278,6 +278,26 @@ def test_a_run_that_hangs_is_stopped_with_all_that_it_started(gate, commit, repo
     assert not [one for one in psutil.process_iter(["cmdline"]) if "1234.5" in (one.info["cmdline"] or [])]
 
 
+def test_1_a_regression_stands_if_what_runs_the_commands_is_killed(gate, commit, tmp_path):
+    journal = tmp_path / "out" / "head" / "journal.jsonl"
+    kill = f"""
+        if [ $(grep -c '"kind":"record"' {journal}) -ge 9 ]; then
+            runner=$PPID
+            for i in 1 2; do runner=$(cut -d' ' -f4 /proc/$runner/stat); done
+            kill -9 $runner
+            sleep 60
+        fi
+    """
+    base = commit({"slow.sh": SCRIPT.format(seconds=0.02), "same.sh": SCRIPT.format(seconds=0.02)})
+    commit({"slow.sh": SCRIPT.format(seconds=0.1), "same.sh": f"{kill}\n{SCRIPT.format(seconds=0.02)}"})
+    done = gate(base, '[bench.slow]\ncommand = "sh slow.sh"\n[bench.same]\ncommand = "sh same.sh"', "--margin", "0.1%")
+    said = " ".join(done.out.split())
+    assert (done.code, "1 REGRESSION" in said) == (1, True), done
+    assert "the process that runs commands ended by SIGKILL" in said
+    assert "may say why" not in said  # the log is empty
+    assert not (tmp_path / "out" / "gate.json").exists()
+
+
 ONE = '[bench.a]\ncommand = "true"\n'
 
 
