@@ -24,6 +24,7 @@ MIB = 2**20
 #: allocate the same in every process; compiled steps differ by up to 2.4 MiB and 0.045 % (40 configurations, H200). On a
 #: CPU the resident memory of 8 processes of one trial differed by up to 140 MiB of 620.
 ALLOWED = {"peak_allocated_bytes": (4 * MIB, 0.001), "peak_rss_bytes": (128 * MIB, 0.1)}
+FEWER = (1, 0.01)  # (rows, share) by which the largest batch may fall
 _MEMORY = {"peak_allocated_bytes": "peak allocated", "peak_rss_bytes": "peak resident"}
 #: Counts of one step in Record.work, if the workload took them. None may grow.
 COUNTS = {"launches": "kernel launches", "graph_breaks": "graph breaks", "recompiles": "recompiles"}
@@ -162,6 +163,7 @@ def _compare_memory(match: Match) -> Iterable[GateFinding]:
             yield _missing(match, f"{name} memory recorded in the baseline, not in the candidate")
         peaks = _measured_in_both(match, "samples", sample)
         yield from _compare_peaks(match, sample, name, peaks)
+    yield from _compare_largest_batch(match)
     tried = [(_peaks_of_tries(b), _peaks_of_tries(c)) for b, c in match.pairs.values()]
     if any(old for old, _ in tried) and not any(new for _, new in tried):
         yield _missing(match, "peak memory of each batch recorded in the baseline, not in the candidate")
@@ -181,6 +183,17 @@ def _compare_peaks(match: Match, sample: str, name: str, peaks: list[tuple[float
     if growth > allowed:
         sizes = f"{growth / MIB:+,.1f} MiB on {old / MIB:,.1f} MiB ({100 * growth / old:+.2g} %)"
         yield _finding(match, FindingKind.MEMORY, 1, f"{name} {sizes}; {allowed / MIB:.1f} MiB are allowed")
+
+
+def _compare_largest_batch(match: Match) -> Iterable[GateFinding]:
+    """Find a largest batch that fell (median over the pairs) by more than FEWER."""
+    least, share = FEWER
+    if largest := _measured_in_both(match, "samples", "max_batch"):
+        old, new = (statistics.median(side) for side in zip(*largest, strict=True))
+        fall, allowed = statistics.median(b - c for b, c in largest), least + share * old
+        if fall > allowed:
+            said = f"largest batch {-fall:+g}: from {old:g} to {new:g}; {allowed:.1f} fewer are allowed"
+            yield _finding(match, FindingKind.MEMORY, 1, said)
 
 
 def _peaks_of_tries(record: Record) -> dict[int, float]:

@@ -2,8 +2,8 @@
 
 The exit code is the first that applies:
 5  the environments differ in what can change a result, and --allow-environment-change is not given: nothing is judged
-1  a trial is slower by more than the margin, takes more memory or more launches, exceeds a --compare-fail limit, or a
-   convergence verdict got worse
+1  a trial is slower by more than the margin, takes more memory or launches, fits a smaller batch, exceeds a
+   --compare-fail limit, or a convergence verdict got worse
 4  a configuration is missing, a trial failed that did not before, or nothing could be compared
 3  some trial, or the geometric mean, is undecided
 0  every trial passes

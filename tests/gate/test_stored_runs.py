@@ -203,6 +203,19 @@ def test_the_largest_batch_s_memory_is_compared_at_the_same_batch(tmp_path: Path
     assert gate(tmp_path / "b", limits("baseline", 0), limits("candidate", 0)).exit_code == 0
 
 
+@pytest.mark.parametrize(("batch", "code"), [(4, 1), (129, 1), (130, 0), (200, 0)])
+def test_the_largest_batch_may_not_fall(tmp_path: Path, batch: int, code: int) -> None:
+    def limits(side: str, largest: int) -> list[Record]:
+        done = max_batch_record("flash", largest)  # as on a CPU: the tries have no peaks
+        tries = [{**one, "peak_allocated_bytes": None} for one in done.work["tries"]]
+        return [dataclasses.replace(done, environment=side, work={"tries": tries})]
+
+    found = gate(tmp_path, limits("baseline", 132), limits("candidate", batch))
+    said = [f"largest batch {batch - 132}: from 132 to {batch}; 2.3 fewer are allowed"] if code else []
+    assert found.exit_code == code
+    assert [message.partition(": ")[2] for message in messages(found, FindingKind.MEMORY)] == said
+
+
 def test_other_kernels_are_told(tmp_path: Path) -> None:
     found = gate(tmp_path, steps("baseline"), [dataclasses.replace(r, kernels=["x"]) for r in steps("candidate")])
     [told] = messages(found, FindingKind.KERNELS)
