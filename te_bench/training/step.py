@@ -108,6 +108,10 @@ class TrainStep:
     ):
         plugins.check("precision", precision, list(AUTOCAST))
         plugins.check("mode", mode, list(MODES))
+        if not any(p.requires_grad for p in model.parameters()):
+            raise ValueError("the model has no weight to train; set requires_grad of those that shall learn")
+        if optim.accumulate < 1:
+            raise ValueError(f"accumulate {optim.accumulate}: give 1 or more micro-batches")
         if precision == "fp8" and not getattr(model, "in_fp8", True):
             raise ValueError("precision fp8: the model has no recipe; give it one, adopt(module, recipe=...), or bf16")
         blocks = "fused" if getattr(model, "blocks", None) == "fused" else None
