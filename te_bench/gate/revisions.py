@@ -137,8 +137,7 @@ def run_rounds(
 
 def _parts_left(gate: Gate, planned: PairedPlan, pairs: Mapping[str, int], most: int) -> int:
     """Return how often the gate runs a part of the plan yet, if every undecided trial goes on to `most` pairs."""
-    undecided = (name for name, one in gate.trials.items() if one.more)
-    parts = planned.parts(_cells_of(undecided, gate, planned.common))
+    parts = planned.parts(_cells_of(gate.more, gate, planned.common))
     return sum(most - min(pairs[cell] for cell in part) for part in parts)
 
 
@@ -270,9 +269,8 @@ def _choose_next(gate: Gate, planned: PairedPlan, cells: Sequence[str]) -> list[
     The gate is asked which trials are slower, and learns it sooner this way (te_bench.gate.decision). Undecided trials that
     are measured together with a suspect cost nothing and run too.
     """
-    undecided = {name: one for name, one in gate.trials.items() if one.more}
-    first = _cells_of((name for name, one in undecided.items() if one.suspect), gate, cells)
-    parts = planned.parts(_cells_of(undecided, gate, cells))
+    first = _cells_of((name for name in gate.more if gate.trials[name].suspect), gate, cells)
+    parts = planned.parts(_cells_of(gate.more, gate, cells))
     return [cell for part in parts if not first or not set(part).isdisjoint(first) for cell in part]
 
 

@@ -91,6 +91,10 @@ class Gate:
         return self.decision.trials if self.decision else {}
 
     @property
+    def more(self) -> Mapping[str, int]:
+        return self.decision.more if self.decision else {}
+
+    @property
     def judgements(self) -> Mapping[str, GateJudgement]:
         return self.decision.judgements if self.decision else {}
 
