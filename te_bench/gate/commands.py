@@ -100,19 +100,20 @@ class CommandRunner:
         except (EOFError, OSError):
             raise Unrunnable(f"the process that runs commands {self._how_ended()}") from None
         found = found or {"failed": f"ended by {message['ended']}"}
+        why, outcome = found.get("failed"), "crashed"
         if found.get("late"):
-            raise Failed(f"stopped after {timeout_s:g} s (timeout)", "timeout")
-        why = found.get("failed")
-        if why or found["code"]:
-            why = why or how_ended(found["code"], self._oom_kills)
-            raise Failed(": ".join(filter(None, [why, self._last_words(output)])))
+            why, outcome = f"stopped after {timeout_s:g} s (timeout)", "timeout"
+        elif why is None and found["code"]:
+            why = how_ended(found["code"], self._oom_kills)
+        if why:
+            raise Failed(": ".join(filter(None, [why, self._last_words(output)])), outcome)
         return CommandRun(
             figures={"": found["seconds"]}, wall_s=found["seconds"], peak_rss_bytes=found["peak_rss_bytes"]
         )
 
     def _last_words(self, output: Path) -> str:
         """Return the command's last printed line, after pytest's first failed test. Append the whole output to the log."""
-        text = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
+        text = output.read_text(encoding="utf-8", errors="replace") if output.is_file() else ""
         with self.log.open("a", encoding="utf-8") as log:
             log.write(text)
         lines = [line.strip() for line in text.splitlines() if line.strip()]
