@@ -288,7 +288,9 @@ def _absolute(data: dict[str, str]) -> dict[str, str]:
     for model, spec in data.items():
         form, _, rest = spec.partition(":")
         name, *more = [rest] if form == "text" else rest.split(":")
-        path = Path(name).expanduser()
+        path = Path(name)
+        with contextlib.suppress(RuntimeError):  # of ~ without a home folder
+            path = path.expanduser()
         here = bool(name) and (form == "text" or (form in ("hf", "hf-stream") and path.is_dir()))
         found[model] = ":".join([form, str(path.absolute()), *more]) if here else spec
     return found

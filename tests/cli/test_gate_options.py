@@ -34,6 +34,7 @@ def test_paths_are_whole_for_revisions_work_in_folders_of_their_own(command, ask
         "": ("text:a.txt", f"text:{tmp_path}/a.txt"),
         "gpt2": ("text:/b.txt", "text:/b.txt"),
         "home": ("text:~/c.txt", f"text:{tmp_path}/home/c.txt"),
+        "nobody": ("text:~no-such-user/d.txt", f"text:{tmp_path}/~no-such-user/d.txt"),
         "tiny": ("stdlib", "stdlib"),
         "folder": ("hf:rows", f"hf:{tmp_path}/rows"),
         "column": ("hf-stream:./rows:plain:text", f"hf-stream:{tmp_path}/rows:plain:text"),
