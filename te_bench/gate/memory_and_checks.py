@@ -6,7 +6,7 @@ result that the baseline has, 0 for information only.
 
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from te_bench.experiments.spec import Record
@@ -75,6 +75,18 @@ class Match:
 
 def by_seed(configuration: Configuration | None) -> dict[int, Row]:
     return {row.trial.seed: row for row in configuration.rows} if configuration else {}
+
+
+def merge(side: Iterable[Group]) -> dict[str, Configuration]:
+    """Return {id: configuration} over all suites: one row a seed, that of the latest record."""
+    rows: dict[str, dict[int, Row]] = {}
+    known = {}
+    for one in (one for group in side for one in group.configurations):
+        kept, known[one.id] = rows.setdefault(one.id, {}), one
+        for row in one.rows:
+            seed = row.trial.seed
+            kept[seed] = max(kept.get(seed, row), row, key=lambda row: row.record.started_at if row.record else "")
+    return {key: replace(one, rows=tuple(rows[key].values())) for key, one in known.items()}
 
 
 def compare_match(match: Match) -> list[GateFinding]:

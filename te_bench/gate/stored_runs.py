@@ -22,7 +22,7 @@ import numpy as np
 
 from te_bench.experiments.spec import Record, matches
 from te_bench.gate.decision import FEWEST, GateDecision, GateJudgement, GateVerdict, decide
-from te_bench.gate.memory_and_checks import FindingKind, GateFinding, Match, compare_match, compare_studies
+from te_bench.gate.memory_and_checks import FindingKind, GateFinding, Match, compare_match, compare_studies, merge
 from te_bench.gate.question import ALPHA, MARGIN
 from te_bench.reports.analysis.measures import median, seconds_of
 from te_bench.reports.analysis.naming import COMMAND
@@ -31,7 +31,6 @@ from te_bench.reports.analysis.rows import (
     Configuration,
     Group,
     Results,
-    Row,
     differences,
     identity,
     listed_names,
@@ -272,7 +271,7 @@ def _note_few_seeds(sides: Sequence[Sequence[Group]], timed: TimedPairs) -> list
 
 def _match(baseline: Sequence[Group], candidate: Sequence[Group]) -> list[Match]:
     """Return every configuration of either run, the baseline's first; the name is the trial's without the seed."""
-    before, after = map(_merge, (baseline, candidate))
+    before, after = map(merge, (baseline, candidate))
     known = {**after, **before}
     order = [*before, *(key for key in after if key not in before)]
     trials = {key: known[key].trial for key in order}
@@ -289,18 +288,6 @@ def _match(baseline: Sequence[Group], candidate: Sequence[Group]) -> list[Match]
         )
         for key in order
     ]
-
-
-def _merge(side: Sequence[Group]) -> dict[str, Configuration]:
-    """Return {id: configuration} over all suites: one row a seed, that of the latest record."""
-    rows: dict[str, dict[int, Row]] = {}
-    known = {}
-    for one in chain.from_iterable(group.configurations for group in side):
-        kept, known[one.id] = rows.setdefault(one.id, {}), one
-        for row in one.rows:
-            seed = row.trial.seed
-            kept[seed] = max(kept.get(seed, row), row, key=lambda row: row.record.started_at if row.record else "")
-    return {key: dataclasses.replace(one, rows=tuple(rows[key].values())) for key, one in known.items()}
 
 
 def _plain(matches: Sequence[Match]) -> dict[str, str]:
