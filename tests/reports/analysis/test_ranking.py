@@ -54,6 +54,26 @@ def test_a_single_run_is_neither_fastest_nor_slower(tmp_path):
     assert words(ladder(tmp_path, times)) == expected
 
 
+def test_several_runs_of_other_seeds_than_the_fastest_are_not_called_one(tmp_path):
+    records = [step_record(trial(attention=name, seed=s), 10.0 + s) for name in ("flash", "cudnn") for s in range(3)]
+    records += [step_record(trial(attention="math", seed=s), 15.0) for s in range(2, 5)]
+    found = result_of(tmp_path, records).steps
+    assert words(found)["math"] == "shares no two runs with the fastest"
+
+
+def test_times_by_pairs_are_those_of_steps_with_fewer_runs_than_the_baseline(tmp_path):
+    baseline = trial(attention="flash").cell
+
+    def by_pairs(name, **times):
+        runs = [(way, seed, ms) for way, each in times.items() for seed, ms in enumerate(each)]
+        records = [step_record(trial(attention=way, seed=seed), ms) for way, seed, ms in runs]
+        return result_of(tmp_path / name, records, baseline=baseline).steps.by_pairs
+
+    assert by_pairs("alike", flash=(10.0, 10.1, 10.2), cudnn=(9.0,), math=(20.0,))
+    assert by_pairs("two", flash=(10.0, 10.1, 10.2), cudnn=(9.0, 9.1, 9.2), math=(20.0,))
+    assert not by_pairs("all", flash=(10.0, 10.1), cudnn=(9.0, 9.1, 9.2), math=(20.0, 20.1))
+
+
 def test_runs_of_other_work_are_not_ranked(tmp_path):
     records = [step_record(trial(attention="flash", seed=s), 10.0 + s) for s in range(3)]
     half = [step_record(trial(attention="math", batch=6, seed=s), 6.0 + s) for s in range(3)]
