@@ -69,7 +69,7 @@ def submit(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="--out directory of a run on a GPU.")],
     name: Annotated[str | None, typer.Option(help="The folder's name in results/GPU. Default: the run's own.")] = None,
     missing: Annotated[
-        str | None, typer.Option(metavar="WHY", help="Why some trials of the suite were not run.")
+        str | None, typer.Option(metavar="WHY", help="Why some trials of the suite were not run, or crashed.")
     ] = None,
 ) -> None:
     """Check a run, copy it to results/GPU/NAME of the current checkout, and print the pull request's commands.
