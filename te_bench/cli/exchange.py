@@ -60,8 +60,11 @@ def import_(
     """Read pytest-benchmark's JSON into a journal, for history and gate."""
     from te_bench.reports.exchange import pytest_import
 
-    added, known = pytest_import.write(file, out)
+    added, known, others = pytest_import.write(file, out)
     print(f"{added} records added to {out}{f', {known} were there already' if known else ''}")
+    if others:
+        said = "other measurements of these were" if others > 1 else "other measurement of these was"
+        print(f"{others} {said} not taken: import {'them' if others > 1 else 'it'} into another --out", file=sys.stderr)
     print(*pytest_import.describe(file), sep="\n")
 
 

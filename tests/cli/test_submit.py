@@ -172,8 +172,8 @@ def test_a_run_in_which_nothing_worked_is_refused_and_what_crashed_takes_a_reaso
         run = write(outcome, outcome=outcome)
         refused = command("submit", run)
         n, first = len(suite.trials), suite.trials[0].name
-        said = f"1 of {n} trials crashed or ran out of time, {first} first: run them again, or give the reason with --missing."
-        assert (refused.code, refused.err) == (4, f"{said}\n")
+        said = f"1 of {n} trials crashed or ran out of time, {first} first: run them again, or give the reason"
+        assert (refused.code, refused.err) == (4, f"{said} with --missing.\n")
     assert command("submit", run, "--missing", "a limit of 900 s").code == 0
     assert tomllib.loads((results / "published.toml").read_text())["h200/timeout"]["known"] == {
         "missing": "a limit of 900 s"
