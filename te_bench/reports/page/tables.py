@@ -105,7 +105,7 @@ def escape(content: str) -> str:
         content = content.replace(special, entity)
     for special in "\\|`*[]~$":
         content = content.replace(special, "\\" + special)
-    return content
+    return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", content)  # inside a word it is no markup
 
 
 def summary(directories: Sequence[Path]) -> str:
