@@ -105,7 +105,9 @@ def escape(content: str) -> str:
         content = content.replace(special, entity)
     for special in "\\|`*[]~$":
         content = content.replace(special, "\\" + special)
-    return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", content)  # inside a word it is no markup
+    if re.search(r"(?<!\w)_.*_(?!\w)", content, re.DOTALL):  # one begins a word and a later one ends a word
+        content = re.sub(r"(?<!\w)_+|_+(?!\w)", lambda found: found[0].replace("_", "\\_"), content)
+    return content
 
 
 def summary(directories: Sequence[Path]) -> str:
