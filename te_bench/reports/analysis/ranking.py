@@ -32,7 +32,8 @@ from te_bench.reports.analysis.naming import plain_names, whose
 from te_bench.reports.analysis.rows import Configuration
 from te_bench.reports.analysis.steps import MeasuredStep
 
-FASTEST, TIED, SLOWER, ALONE = WORDS = "fastest", "not distinguished", "slower", "one run"
+FASTEST, TIED, SLOWER = WORDS = "fastest", "not distinguished", "slower"
+ALONE, UNPAIRED = "one run", "shares no two runs with the fastest"  # what cannot be ranked
 FEW = 5  # up to this number of processes, words say "only"
 
 
@@ -105,13 +106,18 @@ class StepRanking:
     @property
     def by_pairs(self) -> bool:
         """Whether a step lacks runs of the baseline's, so that its time is the baseline's over the paired speed-up."""
-        return len({step.speedup.n for step in self.steps if step.speedup and not step.is_baseline}) > 1
+        pairs = [(step.is_baseline, step.speedup.n) for step in self.steps if step.speedup]
+        return any(n < most for is_baseline, most in pairs if is_baseline for _, n in pairs)
 
     def word(self, step: MeasuredStep) -> str | None:
         """Return the word for a step's place; None if it was not ranked."""
         if step in self.fastest:
             return FASTEST if len(self.fastest) == 1 else TIED
-        return SLOWER if step in self.slower else ALONE if step in self.alone else None
+        if step in self.slower:
+            return SLOWER
+        if step in self.alone:
+            return ALONE if len(step.configuration.ok) == 1 else UNPAIRED
+        return None
 
 
 def rank_steps(steps: Sequence[MeasuredStep]) -> StepRanking:

@@ -103,6 +103,8 @@ def escape(content: str) -> str:
         content = content.replace(special, entity)
     for special in "\\|`*[]~$":
         content = content.replace(special, "\\" + special)
+    if re.search(r"(?<!\w)_.*_(?!\w)", content, re.DOTALL):  # one begins a word and a later one ends a word
+        content = re.sub(r"(?<!\w)_+|_+(?!\w)", lambda found: found[0].replace("_", "\\_"), content)
     return content
 
 

@@ -58,7 +58,7 @@ def test_pairs_of_the_same_two_gpus_are_one_observation(tmp_path):
     here = [*on("GPU-a", "math", (20.0, 20.4, 20.2)), *on("GPU-a", "flash", (10.0, 10.2, 10.1))]
     there = on("GPU-b", "cudnn", (9.9, 10.1, 10.0))
     steps = result_of(tmp_path, [*here, *there]).steps
-    assert words(steps) == {"flash": "fastest", "cudnn": "one run", "math": "slower"}
+    assert words(steps) == {"flash": "fastest", "cudnn": ranking.UNPAIRED, "math": "slower"}
     of = {step.configuration.trial.attention: step.configuration for step in steps.steps}
     beside, merged = (measures.speedup(of["math"], of[name]) for name in ("flash", "cudnn"))
     assert (beside.n, beside.low is not None) == (3, True)
@@ -70,6 +70,26 @@ def test_a_single_run_is_neither_fastest_nor_slower(tmp_path):
     times = {"flash": (10.0, 10.1, 10.2), "cudnn": (12.0, 12.2, 12.3), "math": (9.0,), "manual": (100.0,)}
     expected = {"math": "one run", "flash": "fastest", "cudnn": "slower", "manual": "one run"}
     assert words(ladder(tmp_path, times)) == expected
+
+
+def test_several_runs_of_other_seeds_than_the_fastest_are_not_called_one(tmp_path):
+    records = [step_record(trial(attention=name, seed=s), 10.0 + s) for name in ("flash", "cudnn") for s in range(3)]
+    records += [step_record(trial(attention="math", seed=s), 15.0) for s in range(2, 5)]
+    found = result_of(tmp_path, records).steps
+    assert words(found)["math"] == "shares no two runs with the fastest"
+
+
+def test_times_by_pairs_are_those_of_steps_with_fewer_runs_than_the_baseline(tmp_path):
+    baseline = trial(attention="flash").cell
+
+    def by_pairs(name, **times):
+        runs = [(way, seed, ms) for way, each in times.items() for seed, ms in enumerate(each)]
+        records = [step_record(trial(attention=way, seed=seed), ms) for way, seed, ms in runs]
+        return result_of(tmp_path / name, records, baseline=baseline).steps.by_pairs
+
+    assert by_pairs("alike", flash=(10.0, 10.1, 10.2), cudnn=(9.0,), math=(20.0,))
+    assert by_pairs("two", flash=(10.0, 10.1, 10.2), cudnn=(9.0, 9.1, 9.2), math=(20.0,))
+    assert not by_pairs("all", flash=(10.0, 10.1), cudnn=(9.0, 9.1, 9.2), math=(20.0, 20.1))
 
 
 def test_runs_of_other_work_are_not_ranked(tmp_path):
