@@ -131,7 +131,8 @@ def beside(
         rounded = {"typical": typical, "slack": slack}
         scale, *row = rounding.quantities(name, ours.get(name), value, library[name], precision, **rounded)
         found += [Quantity(name, error, limit), scale, *(row if rows else ())]
-        ratios[name] = error / max(errors[name], 1e-30)
+        if error or errors[name]:  # of a gradient that is 0 in both, rounding cannot be told
+            ratios[name] = error / max(errors[name], 1e-30)
     return found, ratios
 
 

@@ -18,6 +18,7 @@ from te_bench.experiments.workloads import train_step
 from te_bench.models.sources import Source
 
 MODULE = """
+import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -52,6 +53,24 @@ def in_parts():
     return Model(False)
 
 
+class Closed(Model):  # a branch that a gate of 0 closes: float64 and every rounding give its weights the gradient 0
+    def __init__(self):
+        super().__init__(True)
+        self.branch = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+
+    def forward(self, tokens):
+        return super().forward(tokens) + 0 * self.head(self.branch(self.embedding(tokens)))
+
+
+class Filled(Model):  # as XGLM, with a number of the dtype's in a tensor of no said dtype
+    def __init__(self):
+        super().__init__(True)
+
+    def forward(self, tokens):
+        x = super().forward(tokens)
+        return torch.maximum(x, torch.full((), torch.finfo(x.dtype).min))
+
+
 def bare():
     return nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64))
 """
@@ -77,6 +96,16 @@ def test_blocks_that_are_called_pass(trial_of: Any) -> None:
     trial = trial_of("whole")
     _, check = adopted_step.begin(trial, *train_step.random_batches(trial)[0])
     assert check["quantities"]
+
+
+def test_gradients_of_nothing_are_no_rounding_that_is_too_small(trial_of: Any) -> None:
+    trial = replace(trial_of("Closed"), precision="fp8", recipe="float8_current_scaling")
+    assert train_step.run(trial, Context()).work["ran"]["gemm_fp8"]
+
+
+def test_what_a_model_makes_without_a_dtype_goes_to_float64_with_it(trial_of: Any) -> None:
+    assert train_step.run(trial_of("Filled"), Context()).samples["latency_s"]
+    assert torch.get_default_dtype() is torch.float32
 
 
 def test_a_model_that_passes_by_its_blocks_is_not_said_to_be_checkpointed(trial_of: Any) -> None:
