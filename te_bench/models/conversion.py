@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from te_bench.kernels import compiler
-from te_bench.models import conversion_parts, fp8, rms_norms
+from te_bench.models import conversion_parts, fp8, linears, rms_norms
 from te_bench.models.conversion_parts import Filter
 from te_bench.models.conversion_report import Conversion, ConvertedLayer, KeptLayer, OtherWeight, TeLayer
 from te_bench.models.modules import arguments
@@ -290,7 +290,11 @@ def _reason_to_keep(layer: nn.Module, kind: str, name: str, owners: dict[int, li
     if parametrize.is_parametrized(layer):
         return "its weight is parametrised (torch.nn.utils.parametrize)"
     torchs = (nn.Linear, nn.LayerNorm, nn.RMSNorm)
-    if isinstance(layer, torchs) and cls not in torchs:
+    if (
+        isinstance(layer, torchs)
+        and cls not in torchs
+        and not (isinstance(layer, nn.Linear) and linears.is_plain(layer))
+    ):
         return f"{cls.__name__}, a subclass of {kind}, may do more than that"
     if "forward" in vars(layer) or vars(layer).get("_compiled_call_impl"):
         return "its forward was replaced, or compiled: convert first"
