@@ -29,6 +29,9 @@ def test_initialisation_is_transformer_engines() -> None:
     assert (layer.bias == 0).all()
     own = te.Linear(16, 16, init_method=lambda w: nn.init.constant_(w, 2.0))
     assert (own.weight == 2).all()
+    mlp = te.LayerNormMLP(768, 3072, init_method=lambda w: nn.init.constant_(w, 2.0))
+    assert (mlp.fc1_weight == 2).all()
+    assert mlp.fc2_weight.std().item() == pytest.approx(0.023, rel=0.01)  # it has output_layer_init_method
     assert te.Linear(16, 16, params_dtype=torch.bfloat16).weight.dtype == torch.bfloat16
     assert te.Linear(16, 16, device="meta").weight.is_meta
 
