@@ -120,6 +120,7 @@ def convert(
         for module in model.modules():
             _checkpoint_in_fp8(module, undo)
             _let_resize(module, undo)
+            _keep_padded(module, undo)
         if recipe is not None:
             _enter_by_itself(model, recipe, undo)
         undo.pop_all()  # everything succeeded: keep the changes
@@ -141,6 +142,13 @@ def _swap(parent: nn.Module, attribute: str, new: nn.Module, undo: contextlib.Ex
     if isinstance(parent, nn.TransformerEncoderLayer):
         # Its inference fast path reads the weights directly, bypassing the layers and FP8; 0 disables it.
         _assign(parent, "activation_relu_or_gelu", 0, undo)
+
+
+def _keep_padded(module: nn.Module, undo: contextlib.ExitStack) -> None:
+    """Let an nn.TransformerEncoder give no nested tensors to layers whose inference fast path `_swap` disabled."""
+    layers = module.layers if isinstance(module, nn.TransformerEncoder) else ()
+    if any(getattr(layer, "activation_relu_or_gelu", None) == 0 for layer in layers):
+        _assign(module, "use_nested_tensor", False, undo)
 
 
 def _checkpoint_in_fp8(module: Any, undo: contextlib.ExitStack) -> None:

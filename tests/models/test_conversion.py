@@ -319,6 +319,18 @@ def test_pytorchs_encoder_layer_does_not_pass_fp8_by(eager: bool) -> None:
     assert far < 0.1
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_pytorchs_encoder_takes_a_padding_mask_in_inference() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 2).eval()
+    x, padding = torch.stack([an_input()] * 2), torch.zeros(2, 16, dtype=torch.bool)
+    padding[1, 9:] = True
+    with torch.no_grad():
+        expected = model(x, src_key_padding_mask=padding)
+        convert(model)
+        torch.testing.assert_close(model(x, src_key_padding_mask=padding)[~padding], expected[~padding])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("choice", RECIPES, ids=lambda r: type(r).__name__)
 def test_on_a_gpu_it_trains(choice: recipe.Recipe) -> None:
