@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
@@ -83,8 +84,9 @@ def convert(
     With `recipe`, Linears that it keeps (bf16_first, bf16_last) stay, and calling the model enters
     te.autocast(recipe=recipe), which torch.compile(fullgraph=True) cannot trace. Without, your own te.autocast decides.
     Converting twice is harmless, and the second report includes the first. If anything is raised, nothing has changed:
-    ValueError for a model that is itself such a layer, for a recipe that its device cannot run, and, with a recipe, for
-    a model whose class cannot be subclassed or that Lightning would train without calling it.
+    ValueError for a model that is itself such a layer, for a Conv1D in DistributedDataParallel, for a recipe that its
+    device cannot run, and, with a recipe, for a model whose class cannot be subclassed or that Lightning would train
+    without calling it.
     """
     asked = conversion_parts.check(parts)
     _check(model, recipe)
@@ -108,6 +110,7 @@ def convert(
             converted[id(layer)] = _make_replacement(layer, kind, name)
         else:
             kept[id(layer)] = KeptLayer(name, type(layer).__name__, reason, _count_in_gemm(layer, kind))
+    _check_reduced(model, {number for number, (_, entry) in converted.items() if entry.before == "Conv1D"})
     total = sum(p.numel() for p in model.parameters() if not is_lazy(p))
     seen = [layer for _, _, _, layer in places if id(layer) in converted or id(layer) in kept]
     outside = tuple(_find_other_weights(model, seen))
@@ -220,6 +223,16 @@ def _check(model: nn.Module, recipe: Recipe | None) -> None:
         reason = recipe.unsupported(device.type, capability)
         if reason is not None:
             raise ValueError(reason)
+
+
+def _check_reduced(model: nn.Module, transposed: Collection[int]) -> None:
+    """Raise ValueError if DistributedDataParallel holds a layer, by its id, that would get a new Parameter."""
+    for wrapper in model.modules():
+        if isinstance(wrapper, DistributedDataParallel) and any(id(layer) in transposed for layer in wrapper.modules()):
+            raise ValueError(
+                "DistributedDataParallel would not reduce the gradients of Conv1D weights, which convert makes anew: "
+                "convert the model, then wrap it"
+            )
 
 
 def _find_places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
