@@ -130,7 +130,7 @@ def convert(
     # An FP8 head reads its weight itself, so its layer is not reported as kept.
     heads = {part.name for part in others if part.parameters}
     stays = tuple(entry for entry in kept.values() if entry.name not in heads)
-    by_itself = isinstance(model, _Autocasting)
+    by_itself = getattr(model, "_te_recipe", None) is not None
     return Conversion(tuple(entry for _, entry in converted.values()), stays, total, ours, outside, others, by_itself)
 
 
@@ -405,12 +405,13 @@ class _Autocasting(Mixed):
     Hooks would not do: after a KeyboardInterrupt nn.Module calls none, and FP8 would stay on.
     """
 
-    _te_recipe: Recipe
+    _te_recipe: Recipe | None = None  # None: a module that was made from the class
 
     # The autocast stays out of graphs, the model's own call does not.
     @functools.partial(compiler.untraced, recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with fp8.autocast(recipe=self._te_recipe):
+        recipe = self._te_recipe
+        with contextlib.nullcontext() if recipe is None else fp8.autocast(recipe=recipe):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def _replicate_for_data_parallel(self) -> NoReturn:

@@ -302,6 +302,14 @@ def test_copies_run_in_fp8_too(duplicate: Callable[[nn.Module], nn.Module]) -> N
     assert other.get_parameter("up.weight") is not model.up.weight
 
 
+def test_a_slice_of_a_converted_model_computes_without_its_recipe() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    expected = model[:2](an_input())
+    convert(model, RECIPES[1])
+    torch.testing.assert_close(model[:2](an_input()), expected)
+    assert not torch.equal(model(an_input()), model[2](expected))
+
+
 @pytest.mark.parametrize("eager", [True, False])
 def test_pytorchs_encoder_layer_does_not_pass_fp8_by(eager: bool) -> None:
     """In inference its fast path reads the weights of its linear layers itself."""
