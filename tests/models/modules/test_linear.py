@@ -75,6 +75,18 @@ def test_return_bias_leaves_it_out(name: str, enabled: bool) -> None:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "LayerNormMLP"])
+def test_a_returned_bias_has_the_outputs_dtype(name: str, enabled: bool) -> None:
+    layer = CASES[name].make(48, return_bias=True)
+    with te.autocast(enabled=enabled, recipe=CURRENT), torch.autocast("cpu", torch.bfloat16):
+        y, bias = layer(torch.randn(8, 48))
+    assert (y.dtype, bias.dtype) == (torch.bfloat16, torch.bfloat16)
+    (y + bias).sum().backward()
+    (own,) = (p for which, p in layer.named_parameters() if which in ("bias", "fc2_bias"))
+    assert torch.equal(own.grad, torch.full_like(own, 8.0))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("name", ["LayerNormLinear", "RMSNormLinear", "LayerNormMLP"])
 def test_the_norms_output_comes_along_with_its_gradient(name: str, enabled: bool) -> None:
     torch.manual_seed(0)
