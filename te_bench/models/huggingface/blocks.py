@@ -66,8 +66,8 @@ class Blocks(Mixed):
 
     def te_linears(self) -> list[Any]:
         """Return the Linears whose weights are only ever read in the recipe's FP8."""
-        layers = [layer for layer in _layers(self) if why_not(layer) is None]
-        return [linear for layer in layers for linear in _linears(layer)]
+        layers = [layer for layer in _layers(self) if getattr(layer.mlp, "_te_mlp", None) is not None]
+        return [linear for layer in layers for linear in _linears(layer) if isinstance(linear, Linear)]
 
     def te_fuses(self, given: dict[str, Any]) -> bool:
         """Return whether the chain can compute this pass: it gives the same result, and nothing observes layers."""
