@@ -460,8 +460,17 @@ def perturb(module: nn.Module, seed: int, ulps: int) -> None:
         move(parameter, seed << 16 | number, ulps)
 
 
+_switches: dict[str, bool] | None = None  # {kernel: whether it was allowed before the first pin}; None: not pinned
+
+
 def pin(attention: str) -> None:
-    """Restrict scaled_dot_product_attention to that kernel, or allow all if it names none of its kernels."""
-    for name in PINNED:
-        enable = getattr(torch.backends.cuda, f"enable_{name}_sdp")
-        enable(attention == name or attention not in PINNED)
+    """Restrict scaled_dot_product_attention to that kernel; a name of none of its kernels undoes that."""
+    global _switches
+    if attention not in PINNED:
+        allowed, _switches = _switches or {}, None
+    else:
+        if _switches is None:
+            _switches = {name: getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in PINNED}
+        allowed = {name: name == attention for name in PINNED}
+    for name, allow in allowed.items():
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(allow)

@@ -52,6 +52,7 @@ class DelayedScaling(Recipe):
     fp8_mha: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._check_format()
         length = self.amax_history_len
         whole = isinstance(length, int) and not isinstance(length, bool) and length >= 1
