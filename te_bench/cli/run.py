@@ -5,6 +5,7 @@ import functools
 import importlib
 import shlex
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -100,6 +101,8 @@ def run(
             raise ValueError(refused + (others if on is None and designs and designs.found else ""))
         if slow := slow_on_a_cpu(experiment.trials, asked):
             warn(f"warning: {slow}")
+        if checkpoints is not None and on is None:  # a cluster's hosts have their own folders
+            _require_writable(checkpoints)
         by_table = planned.by_table(experiment)
         at_once = functools.partial(planned.trials_at_once, experiment)
         cluster: Cluster | None = None
@@ -131,6 +134,17 @@ def run(
             limit=limit,
         )
     _finish(directory, ended, limit)
+
+
+def _require_writable(checkpoints: Path) -> None:
+    """Create the folder and write a file there, before hours of training. Raise ValueError if it cannot be written."""
+    try:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=checkpoints).close()
+    except OSError as error:
+        raise ValueError(
+            f"--checkpoints {checkpoints}: {error.strerror}; give a folder that te-bench can write to"
+        ) from error
 
 
 def trunks_of(directory: Path, environment_id: str) -> Path:

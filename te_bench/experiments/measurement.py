@@ -63,6 +63,12 @@ class Diverged(NoResult):
     outcome = "diverged"
 
 
+class Unsaved(NoResult):
+    """The training ended, but its model could not be written; the samples are kept."""
+
+    outcome = "crashed"
+
+
 def require(name: str, reason: str | None) -> None:
     """Raise Unsupported if there is a reason why `name` cannot run here."""
     if reason:

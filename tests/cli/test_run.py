@@ -127,3 +127,16 @@ def test_a_run_of_which_nothing_is_supported_measured_nothing(
         assert done.code == code, done.out + done.err
         assert ("Nothing was measured: no trial of this command is supported here." in done.out) is (supported == 0)
         assert "unsupported: train_step/" in done.out
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_folder_for_models_is_written_to_before_the_first_trial(
+    command: Command, started: list, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    asked = ("run", "quick", "--device", "cpu", "--seeds", "1", "--only", "train_step/*", "--out", tmp_path / "run")
+    refused = command(*asked, "--checkpoints", tmp_path / "file" / "kept")
+    assert (refused.code, started) == (2, [])
+    assert "/file/kept: Not a directory; give a folder that te-bench can write to" in " ".join(refused.err.split())
+    command(*asked, "--checkpoints", tmp_path / "new" / "kept")
+    assert (list((tmp_path / "new").rglob("*")), len(started)) == ([tmp_path / "new" / "kept"], 1)
