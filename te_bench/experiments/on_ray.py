@@ -354,10 +354,11 @@ class RayExecutor:
         if self._cluster.of(job.place.node):
             self.free.append(job.place)
         path = self._logs / f"{job.trial.id}.log"
-        if log is None:
-            path.unlink(missing_ok=True)
-        else:
-            own(path).write_text(log)
+        with contextlib.suppress(OSError):  # a log is no reason to lose the record
+            if log is None:
+                path.unlink(missing_ok=True)
+            else:
+                own(path).write_text(log)
         record = Record.from_json(found)
         assert record.trial == job.trial
         return replace(record, device_state={**record.device_state, **job.state})

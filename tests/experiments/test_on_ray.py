@@ -4,6 +4,7 @@ import os
 import resource
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import uuid
@@ -13,12 +14,15 @@ from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
+import journals
 import psutil
 import pytest
 from driving import MARK, PLANTED, Run, eventually, rows, running, te_bench
 
 from te_bench.experiments import environment, on_ray, ray_host
+from te_bench.experiments.measurement import Context
 
 ON_RAY = {"PYTHONPATH": os.pathsep.join([str(PLANTED.parent / "on_ray"), os.environ["PYTHONPATH"]])}
 PLAIN = {"PYTHONPATH": os.environ["PYTHONPATH"]}  # which the cluster's fixture puts stand-ins before
@@ -111,6 +115,25 @@ def test_a_host_takes_as_many_trials_as_it_has_gpus_or_cores_for(wanted, places,
     host = {"GPU": 8.0, "CPU": 96.0}
     assert (wanted.places(host), wanted.of_each(host)) == (places, of_each)
     assert wanted.places({"memory": 1.0}) == 0
+
+
+def test_a_log_that_cannot_be_written_loses_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = journals.trial()
+    ended = journals.record(trial, outcome="crashed", reason="KeyError")
+    task, fails = MagicMock(), MagicMock(exceptions=MagicMock(RayError=RuntimeError))
+    fails.get.return_value = (ended.to_json(), "what it printed")
+    fails.wait.side_effect = lambda refs, **_: (refs, [])
+    monkeypatch.setitem(sys.modules, "ray", fails)
+    monkeypatch.setattr(on_ray, "_task", lambda resources: task)
+    monkeypatch.setattr(on_ray, "on", lambda node: None)
+    there = MagicMock(state={"host": "a"})
+    cluster = MagicMock(places=[on_ray.Place("1", "a")], of=lambda node: there)
+    cluster.wanted.of_each.return_value = {}
+    executor = on_ray.RayExecutor(cluster, tmp_path, timeout_s=1.0, context=Context())
+    (tmp_path / "logs").rmdir()
+    executor.submit(trial, executor.free.pop())
+    [record] = executor.ended()
+    assert (record.outcome, record.reason, record.device_state["host"]) == ("crashed", "KeyError", "a")
 
 
 @pytest.fixture(scope="module")
