@@ -17,7 +17,7 @@ import torch
 from te_bench.experiments import processes, trial_model
 from te_bench.experiments.checks import training_step, what_ran
 from te_bench.experiments.host import oom_kills
-from te_bench.experiments.measurement import CheckFailed, Context, Interrupted, Measurement, Unsupported
+from te_bench.experiments.measurement import CheckFailed, Context, Interrupted, Measurement, Unsupported, ran_out
 from te_bench.experiments.problems import MaxBatchProblem, TrainingProblem, TrialProblem, source_of
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import train_step
@@ -143,8 +143,7 @@ def _or_out_of_memory(work: Callable[[Trial], Try], trial: Trial) -> Try:
         trial_model.require_supported(trial)
         return work(trial)
     except (RuntimeError, MemoryError) as error:
-        memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        if not memory and "allocate memory" not in str(error) and "out of memory" not in str(error):
+        if not ran_out(error):
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
         return _outcome(fits=False, total=_total_bytes(trial))
 

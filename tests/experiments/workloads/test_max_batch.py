@@ -108,6 +108,14 @@ def test_a_try_that_cannot_run_or_fails_says_why_and_is_not_taken_for_a_full_mem
         max_batch.attempt(trial(), 1)
 
 
+def test_a_try_for_which_cublas_has_no_memory_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object, **named: object) -> None:
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+    monkeypatch.setattr(max_batch.trial_model, "build", full)
+    assert not max_batch.attempt(trial(), 1)["fits"]
+
+
 def test_a_try_that_is_killed_does_not_fit_where_that_was_for_memory_and_is_else_interrupted(monkeypatch) -> None:
     monkeypatch.setattr(max_batch.trial_model, "build", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
     kills = iter([3, 3, 3, 4])
