@@ -3,6 +3,7 @@
 samples: max_batch (1).
 work.ran: of the check's step at batch 1 (checks.what_ran).
 work.tries: [{batch, fits, peak_allocated_bytes, peak_reserved_bytes, total_bytes}] in the order they were made.
+work.capped: true if the search ended at its LIMIT, and larger batches may fit.
 """
 
 import dataclasses
@@ -35,13 +36,15 @@ def run(trial: Trial, context: Context) -> Measurement:
     _look_once(trial)
     verified = verify(trial)
     batch, tries = largest(trial)
-    return dataclasses.replace(verified, work={**verified.work, "tries": tries}, samples={"max_batch": [float(batch)]})
+    work = {**verified.work, "tries": tries, **({"capped": True} if batch == LIMIT else {})}
+    return dataclasses.replace(verified, work=work, samples={"max_batch": [float(batch)]})
 
 
 def largest(trial: Trial) -> tuple[int, list[Try]]:
-    """(batch, tries): batch fits and batch + 1 does not. Nothing here touches the GPU itself: the tries are forks.
+    """(batch, tries): batch fits and batch + 1 does not, unless batch is LIMIT.
 
-    Raises MemoryError when not even a batch of 1 fits, Unsupported on a CPU without memory_limit_gib.
+    Nothing here touches the GPU itself: the tries are forks. Raises MemoryError when not even a batch of 1 fits,
+    Unsupported on a CPU without memory_limit_gib.
     """
     _require_limit(trial)
     _look_once(trial)
@@ -52,10 +55,10 @@ def largest(trial: Trial) -> tuple[int, list[Try]]:
         return bool(tries[-1]["fits"])
 
     low, high = 0, 1  # low fits, high is the next to try until one does not
-    while high <= LIMIT and fits(high):
-        low, high = high, _next(tries, high)
-    if high > LIMIT:
-        return low, tries
+    while fits(high):
+        if high == LIMIT:
+            return LIMIT, tries
+        low, high = high, min(_next(tries, high), LIMIT)
     while high - low > 1:
         middle = (low + high) // 2 if len(tries) % 2 else _guess(tries, low, high)
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -66,6 +66,9 @@ def test_knowing_the_peaks_saves_tries(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_gives_up_at_a_limit_which_a_cpu_needs_and_nothing_fits_is_out_of_memory(monkeypatch) -> None:
     monkeypatch.setattr(max_batch, "attempt", memory(10**9, 0, 1, reports=False))
     assert max_batch.largest(trial())[0] == max_batch.LIMIT
+    monkeypatch.setattr(max_batch, "attempt", memory(10**9, 0, 1, reports=True))  # from 32,768 on eight times as much
+    largest, tries = max_batch.largest(trial())
+    assert largest == max_batch.LIMIT == tries[-1]["batch"]
     with pytest.raises(Unsupported, match="memory_limit_gib"):
         max_batch.run(trial(memory_limit_gib=None), Context())
     monkeypatch.setattr(max_batch, "attempt", memory(0, 10, 10, reports=False))
@@ -132,6 +135,10 @@ def test_the_configuration_is_checked_before_its_memory_is_measured(monkeypatch:
     assert found.samples["max_batch"] == [3.0]
     assert any("flash_attention" in kernel for kernel in found.kernels)
     assert found.check["quantities"][0]["name"] == "loss"
+
+    assert "capped" not in found.work
+    monkeypatch.setattr(max_batch, "LIMIT", 2)
+    assert max_batch.run(flash, Context()).work["capped"] is True
 
     monkeypatch.setattr(max_batch.training_step, "check_step", lambda *a: judge("x", [Quantity("loss", 2, 1)]))
     with pytest.raises(CheckFailed, match="loss: error 2 > 1"):
