@@ -27,7 +27,8 @@ def examine() -> dict[str, dict[str, str]]:
     gpus = environment.nvidia_gpus()
     device = environment.default_device()
     found = environment.capture(device, environment.visible_gpus()[:1] if device == "cuda" else ())
-    machine = {key: str(value) for key, value in found["identity"].items() if value is not None}
+    known = {key: value for key, value in found["identity"].items() if key not in environment.OF_GPUS}
+    machine = {key: str(value) for key, value in known.items() if value is not None}
     for gpu in gpus:
         machine[f"gpu {gpu['index']}"] = f"{gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB, driver {gpu['driver']}"
     if gpus and (why := environment.no_cuda()):
