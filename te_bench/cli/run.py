@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from te_bench.experiments.spec import Experiment, Options, Record, Trial
 
 INCOMPLETE = 4
+#: Outcomes of trials that only --retry repeats.
+REPEATED = ("unsupported", "oom", "timeout", "crashed", "failed_check")
 TRUNKS = "trunks"
 
 
@@ -77,6 +79,7 @@ def run(
     from te_bench.experiments.store import own, written
 
     check_on(on, ray_address, gpus)
+    began = datetime.now(UTC)
     limit = None if within is None else planned.Limit(within)
     chosen = find_gpus(asked.device, gpus) if on is None else []
     directory = results_of(suite, asked, out)
@@ -133,7 +136,7 @@ def run(
             fresh=fresh,
             limit=limit,
         )
-    _finish(directory, ended, limit)
+    _finish(directory, ended, limit, began)
 
 
 def _require_writable(checkpoints: Path) -> None:
@@ -280,10 +283,11 @@ def _found(record: "Record") -> str:
     return ", ".join([*said, *(f"loss {text.loss(last)}" for last in losses[-1:])])
 
 
-def _finish(directory: Path, records: "list[Record]", limit: "planned.Limit | None") -> None:
+def _finish(directory: Path, records: "list[Record]", limit: "planned.Limit | None", began: datetime) -> None:
     """Write the report and print the summary. Exit 4 unless every trial gave its result or was not needed.
 
-    Also exit 4 if all trials are unsupported, because nothing was measured.
+    Also exit 4 if all trials are unsupported, because nothing was measured. began: when the command did; failures that are
+    older were found on record.
     """
     from te_bench.reports.page import render, tables
 
@@ -292,6 +296,10 @@ def _finish(directory: Path, records: "list[Record]", limit: "planned.Limit | No
     for record in records:
         if record.outcome not in ("ok", "stopped"):
             print(f"{record.outcome}: {record.trial.name}: {record.reason}")
+    before = [r for r in records if r.outcome in REPEATED and datetime.fromisoformat(r.started_at) < began]
+    if before:
+        many = f"{len(before)} of these are" if len(before) > 1 else "1 of these is"
+        say(f"{many} on record from an earlier command: --retry repeats {'them' if len(before) > 1 else 'it'}.")
     for line in _stopped([record for record in records if record.outcome == "stopped"]):
         print(line)
     counts = Counter(record.outcome for record in records)
