@@ -209,8 +209,18 @@ def no_cuda() -> str | None:
     return None if build["version"] else "needs the package torch: pip install torch"
 
 
+def names_mig() -> str | None:
+    """Return a sentence if CUDA_VISIBLE_DEVICES names a slice of a GPU, which te-bench cannot use; else None."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if not any(entry.strip().startswith("MIG-") for entry in listed.split(",")):
+        return None
+    return f"CUDA_VISIBLE_DEVICES={listed}: MIG slices are not supported; name whole GPUs, or give --device cpu"
+
+
 def default_device() -> str:
-    """Return "cuda" if there is a GPU that torch can use, otherwise "cpu"."""
+    """Return "cuda" if there is a GPU that torch can use, otherwise "cpu". Raise ValueError for a slice of a GPU."""
+    if why := names_mig():
+        raise ValueError(why)
     return "cuda" if visible_gpus() and not no_cuda() else "cpu"
 
 

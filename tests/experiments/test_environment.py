@@ -14,7 +14,8 @@ import pynvml
 import pytest
 import torch
 
-from te_bench.experiments import environment, host
+from te_bench.cli.options import find_gpus
+from te_bench.experiments import doctor, environment, host
 from te_bench.experiments.spec import digest
 from te_bench.kernels import measured
 from te_bench.reports.analysis.rows import differences
@@ -140,6 +141,18 @@ def test_the_default_is_the_gpu_where_torch_can_use_it(monkeypatch, gpus, versio
     monkeypatch.setattr(environment, "_torch_build", lambda: {"version": version, "cuda": cuda})
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert environment.default_device() == device
+
+
+def test_a_slice_of_a_gpu_is_refused_and_not_taken_for_a_machine_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "nvidia_gpus", lambda: [{**gpu(), "memory_bytes": 2**37}])
+    monkeypatch.setattr(environment, "no_cuda", lambda: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1")
+    said = "CUDA_VISIBLE_DEVICES=MIG-1: MIG slices are not supported; name whole GPUs, or give --device cpu"
+    with pytest.raises(ValueError, match=said):
+        environment.default_device()
+    with pytest.raises(ValueError, match=said):
+        find_gpus("cuda", None)
+    assert doctor.examine()["machine"]["gpu use"] == said
 
 
 @pytest.mark.parametrize("setting", ["1", " 3 ", "0", "-2", "4,2", "many", "", None])
