@@ -242,6 +242,16 @@ def gpu_state(uuid: str) -> dict[str, Any]:
     }
 
 
+def memory_in_use(uuid: str) -> float | None:
+    """Return the bytes of a GPU's memory that processes hold, without the driver's own; None if NVML does not tell."""
+    handle = _handle(uuid)
+    if handle is None:
+        return None
+    import pynvml
+
+    return _try(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2).used)
+
+
 def energy(uuid: str) -> float | None:
     """Return the joules that a GPU has used since its driver was loaded; None if it has no counter."""
     handle = _handle(uuid)

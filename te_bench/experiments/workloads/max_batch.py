@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from te_bench.experiments import processes, trial_model
+from te_bench.experiments import environment, processes, trial_model
 from te_bench.experiments.checks import training_step, what_ran
 from te_bench.experiments.host import oom_kills
 from te_bench.experiments.measurement import CheckFailed, Context, Interrupted, Measurement, Unsupported, ran_out
@@ -26,6 +26,7 @@ from te_bench.models import adopted
 
 EAGER_STEPS = 2  # on a CPU, where a step of the largest batch takes a second
 STEPS = 3  # AdamW's moments exist after the first; a captured or compiled step has settled after the second
+CONTEXT = 2**30  # bytes that a process without tensors may hold
 LIMIT = 1 << 16  # no try beyond this batch
 
 Try = dict[str, Any]
@@ -44,9 +45,10 @@ def largest(trial: Trial) -> tuple[int, list[Try]]:
     """(batch, tries): batch fits and batch + 1 does not, unless batch is LIMIT.
 
     Nothing here touches the GPU itself: the tries are forks. Raises MemoryError when not even a batch of 1 fits,
-    Unsupported on a CPU without memory_limit_gib.
+    Unsupported on a CPU without memory_limit_gib, Interrupted while other processes hold memory of the GPU.
     """
     _require_limit(trial)
+    _require_free(trial)
     _look_once(trial)
     tries: list[Try] = []
 
@@ -86,6 +88,17 @@ def _look_once(trial: Trial) -> None:
 def _require_limit(trial: Trial) -> None:
     if trial.device == "cpu" and _limit_gib(trial) is None:
         raise Unsupported("the largest batch on a CPU needs memory_limit_gib: a host without memory kills at random")
+
+
+def _require_free(trial: Trial) -> None:
+    """Raise Interrupted if other processes hold memory that the tries may use: all of the GPU's, or memory_limit_gib."""
+    gpus = environment.visible_gpus() if trial.device == "cuda" else []
+    held = environment.memory_in_use(gpus[0]["uuid"]) if gpus else None
+    if held is None:
+        return
+    total, gib = gpus[0]["memory_bytes"], _limit_gib(trial)
+    if held > total - min(total - CONTEXT, total if gib is None else gib * 2**30):
+        raise Interrupted(f"other processes hold {held / 2**30:.1f} GiB of the GPU; rerun when they have ended")
 
 
 def _next(tries: list[Try], batch: int) -> int:

@@ -6,13 +6,16 @@ import multiprocessing
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pynvml
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from own_models import MODULE
 
+from te_bench.experiments import environment
 from te_bench.experiments.checks.quantity import Quantity, judge
 from te_bench.experiments.measurement import CheckFailed, Context, Interrupted, Unsupported
 from te_bench.experiments.spec import Trial
@@ -84,6 +87,36 @@ def test_a_try_is_a_real_step_in_a_process_of_its_own_under_a_real_limit() -> No
         assert small.submit(max_batch.attempt, trial(), 1).result()["fits"]
         too_large = small.submit(max_batch.attempt, trial(), 1 << 21)  # 2^24 tokens x 64 features x 4 bytes = 4 GiB
         assert not too_large.result()["fits"]
+
+
+@pytest.mark.parametrize(
+    ("gib", "limit", "said"),
+    [
+        (0.6, None, None),
+        (3.0, None, "hold 3.0 GiB of the GPU"),
+        (None, None, None),
+        (3.0, 8.0, None),
+        (9.0, 8.0, "9.0"),
+    ],
+)
+def test_it_searches_only_where_no_other_process_holds_the_memory(monkeypatch, gib, limit, said) -> None:
+    def memory_info(handle: object, version: int | None = None) -> SimpleNamespace:
+        assert (handle, version) == ("GPU-1", pynvml.nvmlMemory_v2)
+        if gib is None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return SimpleNamespace(used=int(gib * 2**30))
+
+    monkeypatch.setattr(environment, "visible_gpus", lambda: [{"uuid": "GPU-1", "memory_bytes": 16 * 2**30}])
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", memory_info)
+    monkeypatch.setattr(max_batch, "attempt", memory(7, 10, 10, reports=True))
+    on_a_gpu = dataclasses.replace(trial(memory_limit_gib=limit), device="cuda")
+    if said is None:
+        assert max_batch.largest(on_a_gpu)[0] == 7
+    else:
+        with pytest.raises(Interrupted, match=said):
+            max_batch.largest(on_a_gpu)
 
 
 def test_a_user_s_model_is_imported_once_for_all_tries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
