@@ -79,6 +79,8 @@ def run(
     from te_bench.experiments.store import own, written
 
     check_on(on, ray_address, gpus)
+    if on is not None and asked.gpus_per_trial and (asked.share or 1) > 1:
+        raise ValueError(f"--share {asked.share}: with --on ray it does not go with --gpus-per-trial; leave one out")
     began = datetime.now(UTC)
     limit = None if within is None else planned.Limit(within)
     chosen = find_gpus(asked.device, gpus) if on is None else []

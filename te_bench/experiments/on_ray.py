@@ -51,6 +51,8 @@ def connected(address: str | None = None, say: Callable[[str], None] = lambda li
     except ModuleNotFoundError:
         raise ValueError("--on ray: Ray is not installed: pip install 'te-bench[cluster]'") from None
     asked_for = address or os.environ.get("RAY_ADDRESS")
+    if asked_for == "auto":  # Ray's word for a cluster that runs here
+        asked_for = None
     if asked_for:
         _require_answer(asked_for)
     running = asked_for or _started_here(say)
@@ -90,9 +92,13 @@ def _started_here(say: Callable[[str], None]) -> str | None:
 
 def _require_answer(address: str) -> None:
     """Raise ValueError if nobody listens; Ray itself would try for minutes and then end the process."""
+    if address.startswith("ray://"):
+        raise ValueError(
+            f"--on ray: {address} is for Ray's client; give the head by --ray-address HOST:PORT, as ray start prints it"
+        )
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
     except (OSError, ValueError) as error:
         raise ValueError(
             f"--on ray: no cluster of Ray answers at {address}. Start one (ray start --head), or give another by "

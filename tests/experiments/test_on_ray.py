@@ -4,6 +4,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -81,11 +82,47 @@ def test_a_cluster_that_does_not_answer_is_said_at_once(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr.split(". ")[0]) == (2, said)
 
 
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MagicMock:
+    """A Ray that connects to any address, on a host where no cluster was started."""
+    stand_in = MagicMock()
+    stand_in.cluster_resources.return_value = {"GPU": 2}
+    monkeypatch.setitem(sys.modules, "ray", stand_in)
+    for name in (*on_ray.SETTINGS, on_ray.OWN, "RAY_AUTH_TOKEN"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    return stand_in
+
+
+def test_ray_s_auto_is_the_same_as_no_address(ray: MagicMock) -> None:
+    with on_ray.connected("auto") as gpus:
+        assert (gpus, ray.init.call_args.kwargs["address"]) == (2, "local")
+
+
+def test_an_address_of_ipv6_is_one(ray: MagicMock) -> None:
+    try:
+        server = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with server, on_ray.connected(f"[::1]:{server.getsockname()[1]}"):
+        assert ray.init.call_args.kwargs["address"].startswith("[::1]:")
+
+
+def test_an_address_of_ray_s_client_is_told_from_the_head_s(ray: MagicMock) -> None:
+    said = pytest.raises(ValueError, match="ray://head:10001 is for Ray's client; give the head by --ray-address")
+    with said, on_ray.connected("ray://head:10001"):
+        pass
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (("--on", "slurm"), "--on slurm: trials run here, or on a Ray cluster"),
         (("--ray-address", "a:1"), "--ray-address a:1: it goes with --on ray"),
+        (
+            ("--on", "ray", "--gpus-per-trial", "2", "--share", "2"),
+            "--share 2: with --on ray it does not go with --gpus-per-trial",
+        ),
         (("--on", "ray", "--gpus", "0"), "--gpus 0: with --on ray the cluster says which GPUs there are"),
     ],
 )
