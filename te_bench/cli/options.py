@@ -187,6 +187,8 @@ def find_gpus(device: str, gpus: str | None) -> list[dict[str, Any]]:
     if gpus in (None, "all"):
         if visible := environment.visible_gpus():
             return visible
+        if why := environment.names_mig():
+            raise ValueError(why)
         listed = os.environ["CUDA_VISIBLE_DEVICES"]
         raise ValueError(
             f"CUDA_VISIBLE_DEVICES={listed!r} leaves no GPU; unset it, or choose with --gpus or --device cpu"

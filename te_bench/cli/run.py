@@ -5,6 +5,7 @@ import functools
 import importlib
 import shlex
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from te_bench.experiments.spec import Experiment, Options, Record, Trial
 
 INCOMPLETE = 4
+#: Outcomes of trials that only --retry repeats.
+REPEATED = ("unsupported", "oom", "timeout", "crashed", "failed_check")
 TRUNKS = "trunks"
 
 
@@ -76,6 +79,9 @@ def run(
     from te_bench.experiments.store import own, written
 
     check_on(on, ray_address, gpus)
+    if on is not None and asked.gpus_per_trial and (asked.share or 1) > 1:
+        raise ValueError(f"--share {asked.share}: with --on ray it does not go with --gpus-per-trial; leave one out")
+    began = datetime.now(UTC)
     limit = None if within is None else planned.Limit(within)
     chosen = find_gpus(asked.device, gpus) if on is None else []
     directory = results_of(suite, asked, out)
@@ -100,6 +106,8 @@ def run(
             raise ValueError(refused + (others if on is None and designs and designs.found else ""))
         if slow := slow_on_a_cpu(experiment.trials, asked):
             warn(f"warning: {slow}")
+        if checkpoints is not None and on is None:  # a cluster's hosts have their own folders
+            _require_writable(checkpoints)
         by_table = planned.by_table(experiment)
         at_once = functools.partial(planned.trials_at_once, experiment)
         cluster: Cluster | None = None
@@ -130,7 +138,18 @@ def run(
             fresh=fresh,
             limit=limit,
         )
-    _finish(directory, ended, limit)
+    _finish(directory, ended, limit, began)
+
+
+def _require_writable(checkpoints: Path) -> None:
+    """Create the folder and write a file there, before hours of training. Raise ValueError if it cannot be written."""
+    try:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=checkpoints).close()
+    except OSError as error:
+        raise ValueError(
+            f"--checkpoints {checkpoints}: {error.strerror}; give a folder that te-bench can write to"
+        ) from error
 
 
 def trunks_of(directory: Path, environment_id: str) -> Path:
@@ -266,10 +285,11 @@ def _found(record: "Record") -> str:
     return ", ".join([*said, *(f"loss {text.loss(last)}" for last in losses[-1:])])
 
 
-def _finish(directory: Path, records: "list[Record]", limit: "planned.Limit | None") -> None:
+def _finish(directory: Path, records: "list[Record]", limit: "planned.Limit | None", began: datetime) -> None:
     """Write the report and print the summary. Exit 4 unless every trial gave its result or was not needed.
 
-    Also exit 4 if all trials are unsupported, because nothing was measured.
+    Also exit 4 if all trials are unsupported, because nothing was measured. began: when the command did; failures that are
+    older were found on record.
     """
     from te_bench.reports.page import render, tables
 
@@ -278,6 +298,10 @@ def _finish(directory: Path, records: "list[Record]", limit: "planned.Limit | No
     for record in records:
         if record.outcome not in ("ok", "stopped"):
             print(f"{record.outcome}: {record.trial.name}: {record.reason}")
+    before = [r for r in records if r.outcome in REPEATED and datetime.fromisoformat(r.started_at) < began]
+    if before:
+        many = f"{len(before)} of these are" if len(before) > 1 else "1 of these is"
+        say(f"{many} on record from an earlier command: --retry repeats {'them' if len(before) > 1 else 'it'}.")
     for line in _stopped([record for record in records if record.outcome == "stopped"]):
         print(line)
     counts = Counter(record.outcome for record in records)

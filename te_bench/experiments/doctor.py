@@ -25,12 +25,14 @@ LAYERS = {
 def examine() -> dict[str, dict[str, str]]:
     """Return {section: {name: answer}}; an answer is "ok", a value, or the reason for a refusal."""
     gpus = environment.nvidia_gpus()
-    device = environment.default_device()
+    mig = environment.names_mig()
+    device = "cpu" if mig else environment.default_device()
     found = environment.capture(device, environment.visible_gpus()[:1] if device == "cuda" else ())
-    machine = {key: str(value) for key, value in found["identity"].items() if value is not None}
+    known = {key: value for key, value in found["identity"].items() if key not in environment.OF_GPUS}
+    machine = {key: str(value) for key, value in known.items() if value is not None}
     for gpu in gpus:
         machine[f"gpu {gpu['index']}"] = f"{gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB, driver {gpu['driver']}"
-    if gpus and (why := environment.no_cuda()):
+    if why := mig or (environment.no_cuda() if gpus else None):
         machine["gpu use"] = why
     answer: dict[str, dict[str, str]] = {"machine": machine, "packages": _packages()}
     if importlib.util.find_spec("torch") is None:

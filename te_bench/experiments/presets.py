@@ -129,6 +129,7 @@ def problem_of(options: Options) -> Settings:
     preset = preset_of(options)
     problem = dict(PRESETS[preset])
     problem["model"] = suite_trials.named(options, problem["model"])
+    problem["block"] = suite_trials.block_of(options, problem["block"])
     if options.batch is not None:
         problem["batch"] = options.batch
     if options.accumulate is not None and options.accumulate != problem.get("accumulate", 1):

@@ -119,9 +119,14 @@ def save(
         content["model_args"] = {name: fields[name] for name in MODEL_ARGS}
     if parallel.rank:
         return
+    write(content, path)
+
+
+def write(content: Any, path: Path) -> None:
+    """Write `content` by torch.save, replacing the whole file; create its folder. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as temporary:
-        torch.save(content, temporary)
+    with replacing(path) as temporary, temporary.open("wb") as file:  # given a path, torch raises RuntimeError
+        torch.save(content, file)
 
 
 def load(path: Path) -> Checkpoint:

@@ -210,6 +210,13 @@ def test_what_a_model_cannot_do_is_refused_in_a_sentence(suite, more, about, sen
         planned(suite, facts(monkeypatch, **about), **more)
 
 
+@pytest.mark.parametrize("suite", ["curves", "convergence", "stress"])
+@pytest.mark.parametrize(("about", "length"), [({"block": 32}, 32), ({"sequence": 17}, 17)])
+def test_a_training_has_sequences_that_the_model_supports(suite, about, length, model, monkeypatch):
+    trials = planned(suite, facts(monkeypatch, **about), "cpu").trials
+    assert {trial.problem["block"] for trial in trials if trial.workload == "training"} == {length}
+
+
 def test_options_of_a_model_go_with_one() -> None:
     with pytest.raises(ValueError, match=r"--inputs: it goes with --model package.module:factory"):
         resolve("speed", Options(device="cpu", inputs="a:b"))

@@ -54,9 +54,10 @@ def _budget(options: Options) -> list[Trial]:
 def _steps(options: Options) -> list[Trial]:
     """Return loss by step in bf16 and fp8, from the same weights on the same batches, for each seed."""
     usual = CHAR if options.device == "cuda" else TINY
-    base = usual | {"model": suite_trials.named(options, usual["model"]), "block": options.tokens or usual["block"]}
+    block = options.tokens or suite_trials.block_of(options, usual["block"])
+    base = usual | {"model": suite_trials.named(options, usual["model"]), "block": block}
     base["batch"] = options.batch or usual["batch"]
-    model, block = base["model"], base["block"]
+    model = base["model"]
     name = options.data_for(model)
     data = suite_trials.corpus_problem(options, model, name, "bytes" if name == "stdlib" else "chars", block)
     mode = "compile" if options.device == "cuda" else "eager"

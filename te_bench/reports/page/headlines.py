@@ -39,9 +39,8 @@ def headlines(report: ReportResult, *, commands: bool = True) -> list[str]:
         found += [(1, answer) for answer in [*_scaled(result), *_lowest_losses(result), *_by_shape(result)]]
         largest = next((m for m in result.largest_batches if m.max_batch is not None), None)
         if largest:
-            found.append(
-                (2, f"Largest batch: {largest.configuration.label}: {text.count(largest.max_batch)} on {where}.")
-            )
+            batch = text.count(largest.max_batch, or_more=largest.capped)
+            found.append((2, f"Largest batch: {largest.configuration.label}: {batch} on {where}."))
     if not any(result.studies for result in report.groups):
         unproven = [trial for result in report.groups if (trial := _unproven(result))]
         found += [(1, _what_is_proven(trial)) for trial in unproven[:1]]

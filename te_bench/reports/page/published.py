@@ -145,7 +145,8 @@ def _figures(group: Group, hidden: Collection[str]) -> dict[str, str]:
     for training in (training for comparison in comparisons(group, hidden) for training in comparison.trainings):
         figures |= {training.configuration.id: f"loss {text.loss(training.best)}"} if training.best else {}
     for largest in largest_batches(group):
-        figures |= {largest.configuration.id: f"batch {text.count(largest.max_batch)}"} if largest.max_batch else {}
+        batch = text.count(largest.max_batch, or_more=largest.capped)
+        figures |= {largest.configuration.id: f"batch {batch}"} if largest.max_batch else {}
     return figures
 
 

@@ -44,9 +44,9 @@ def thousands(value: float | None) -> str:
     return f"{value / 1e3:.0f} k" if abs(value) >= 10_000 else f"{value:,.0f}"
 
 
-def count(value: float | None) -> str:
+def count(value: float | None, *, or_more: bool = False) -> str:
     """Return a whole number; a dash for None."""
-    return MISSING if value is None else f"{value:,.0f}"
+    return MISSING if value is None else f"{value:,.0f}{' or more' * or_more}"
 
 
 def loss(value: float | None, deviation: float | None = None) -> str:
