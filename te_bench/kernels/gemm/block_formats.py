@@ -85,7 +85,7 @@ def finish(
     out: Tensor, a_scale_inv: Tensor | None, b_scale_inv: Tensor | None, out_dtype: torch.dtype, bias: Tensor | None
 ) -> Tensor:
     """`_finished` in one pass of a Triton kernel; out (M, N) is contiguous and not empty."""
-    made = out.new_empty(out.shape, dtype=out_dtype)
+    made, bias = out.new_empty(out.shape, dtype=out_dtype), None if bias is None else bias.contiguous()
     args = (out, a_scale_inv, b_scale_inv, bias, made, out.numel(), out.shape[1])
     key = (*traits(out, bias), out.shape[0], out.shape[1], a_scale_inv is None, out_dtype)
     constants = {"ELEMENTS": ELEMENTS, "DTYPE": FLOATS[out_dtype], "num_warps": 8, "enable_fp_fusion": False}

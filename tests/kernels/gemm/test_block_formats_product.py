@@ -19,5 +19,7 @@ def test_a_product_is_scaled_biased_and_rounded_once(dtype: torch.dtype, bias: t
         a, b = (torch.tensor(amax, dtype=torch.float32, device=device).double() / 2688 for amax in amaxes)
         exact = out * alpha(a, b) + (0 if added is None else added.float())
         assert torch.equal(block_formats.finish(out, a, b, dtype, added), exact.to(dtype))
-    unscaled = out + (0 if added is None else added.float())
-    assert torch.equal(block_formats.finish(out, None, None, dtype, added), unscaled.to(dtype))
+    unscaled = (out + (0 if added is None else added.float())).to(dtype)
+    assert torch.equal(block_formats.finish(out, None, None, dtype, added), unscaled)
+    strided = None if added is None else added.repeat_interleave(2)[::2]
+    assert torch.equal(block_formats.finish(out, None, None, dtype, strided), unscaled)
