@@ -35,13 +35,16 @@ def forward(
     """Compute D = alpha (a.data @ b.data.T) + bias, float32 until rounded; a (M, K), b (N, K) bf16 -> (M, N) out_dtype.
 
     alpha is 1 for MXFP8, `quantize.block_formats.alpha` of both scale_inv for NVFP4. a_dtype: the FP8 format of MXFP8's
-    a; b's is E4M3. emulate: in half precision on any device. Raises ValueError for other or mixed layouts.
+    a; b's is E4M3. emulate: in half precision on any device. Raises ValueError for other or mixed layouts, and for a K or
+    a bias that does not fit.
     """
     if a.layout != b.layout or a.layout not in (MXFP8_LAYOUT, NVFP4_LAYOUT):
         raise ValueError(f"{a.layout} by {b.layout}: both must be MXFP8's or both NVFP4's, of quantize.block_formats")
     (_, k), (n, b_k) = a.data.shape, b.data.shape
     if k != b_k:
         raise ValueError(f"K is {k} in a and {b_k} in b {(n, b_k)}: of NVFP4 both must be transformed, or neither")
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}: it must be ({n},), one for each row of b")
     eager = a.data.is_cuda and not torch.compiler.is_compiling()
     made: Tensor = (_multiply if eager else _operator)(
         a.data, b.data, a.scale_inv, b.scale_inv, out_dtype, bias, a_dtype, emulate
