@@ -308,7 +308,7 @@ def mean(losses: Tensor, numbers: Tensor) -> Tensor:
 
 
 def scale(x: Tensor, factor: Tensor, out: Tensor) -> None:
-    """Write x * factor to out; x contiguous float32, factor () float32, out of x's shape or x itself."""
+    """Write x * factor, rounded once, to out; x contiguous, factor () float32, out of x's shape or x itself."""
     n = x.numel()
     if n:
         key, far = (*traits(x, factor, out), n, out is x), n + PROGRAMS * PIECE >= 2**31
