@@ -137,7 +137,7 @@ def statistics_kernel(logits, targets, losses, statistics, vocab, padded, BLOCK:
 
 
 @triton.jit
-def _gradient(logits, targets, statistics, here, cols, rows, vocab, padded, SCALE: tl.constexpr):
+def _gradient(logits, targets, statistics, here, cols, rows, padded, SCALE: tl.constexpr):
     """Return (p - onehot(t)) * SCALE, float32, at (here, cols), 0 for ignored t; the caller handles padding."""
     row_mask = here < rows
     target = tl.load(targets + here, mask=row_mask, other=-1)
@@ -190,8 +190,8 @@ def fp8_kernel(
     pairs = index // across * (ROWS // 2) + tl.arange(0, ROWS // 2)
     upper, lower = 2 * pairs, 2 * pairs + 1
     cols = start + tl.arange(0, COLUMNS)
-    g_upper, upper_mask = _gradient(logits, targets, statistics, upper, cols, rows, vocab, padded, SCALE)
-    g_lower, lower_mask = _gradient(logits, targets, statistics, lower, cols, rows, vocab, padded, SCALE)
+    g_upper, upper_mask = _gradient(logits, targets, statistics, upper, cols, rows, padded, SCALE)
+    g_lower, lower_mask = _gradient(logits, targets, statistics, lower, cols, rows, padded, SCALE)
     if start + COLUMNS > vocab:
         g_upper = tl.where((cols < vocab)[None, :], g_upper, 0.0)
         g_lower = tl.where((cols < vocab)[None, :], g_lower, 0.0)
