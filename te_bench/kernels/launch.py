@@ -84,5 +84,5 @@ def traits(*tensors: Tensor | None) -> tuple[Hashable, ...]:
 
 
 def rows_contiguous(x: Tensor) -> Tensor:
-    """Return x (..., N), or a copy if its rows are not contiguous."""
+    """Return x (..., N), or a contiguous copy if its last dimension has gaps."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -158,7 +158,9 @@ def read_good(path: Path, operator: str | None = None) -> tuple[tuple[Timing, ..
     for number, body in enumerate(bodies, 1):
         try:
             if operator in (None, body["operator"]):
-                rows.append(_timing(body))
+                row = _timing(body)
+                hash(row.key)  # a list in a name's place has none
+                rows.append(row)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             bad.append(f"{path}: row {number} is no measured time ({error})")
     return tuple(rows), bad

@@ -19,7 +19,8 @@ def define(
 ) -> Callable[..., Any]:
     """Define and return operator te_bench::NAME, whose schema is the annotations of run's `leading` parameters, or of all.
 
-    The first one is a tensor, or a list of them. run computes on a GPU, plain(**arguments) elsewhere, if given.
+    The first one is a tensor, or a list of them. run computes on a GPU, plain(**arguments) elsewhere, if given; what
+    plain returns is made contiguous, as fakes of such operators are.
     fake(*arguments) returns empty results for torch.compile. Operators can return neither None nor two tensors in one
     memory: an empty tensor of x's dtype is None, and the second is copied. writes: names of arguments that run writes
     to.
@@ -36,7 +37,8 @@ def define(
         x = given[0][0] if isinstance(given[0], list) else given[0]
         if plain is None or x.is_cuda:
             return _apart(_without_none(x, run(*given)))
-        return _apart(_without_none(x, plain(**dict(zip(names, given, strict=False)))))
+        made = _without_none(x, plain(**dict(zip(names, given, strict=False))))
+        return made.contiguous() if isinstance(made, Tensor) else _apart(tuple([t.contiguous() for t in made]))
 
     results = get_args(signature.return_annotation)
     returns: Any = tuple[(Tensor,) * len(results)] if results else Tensor  # type: ignore[misc]

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""Operations of Triton kernels on a finished float32 tile: round, cast to FP8, gather statistics, store both layouts.
+"""Operations of Triton kernels on a finished float32 tile: round, cast to FP8, gather statistics.
 
-An `amax` or `counts` pointer, or a layout, that is None costs nothing: Triton compiles a None argument in.
+An `amax` or `counts` pointer that is None costs nothing: Triton compiles a None argument in.
 """
 
 import torch
@@ -174,24 +174,6 @@ def fits_range(bits, scale, dtype: tl.constexpr):
     """Return whether values with magnitudes up to those in bits, times scale, are finite and do not saturate."""
     LIMIT: tl.constexpr = 448.0 if dtype == tl.float8e4nv else 57344.0
     return tl.max(bits).to(tl.float32, bitcast=True) * scale <= LIMIT
-
-
-@triton.jit
-def quantize_tile(y, mask, scale, data, data_t, rows, cols, M, N, dtype: tl.constexpr):
-    """Cast y (rows, cols) to dtype and store it in data (M, N) and, transposed on the way, in data_t (N, M).
-
-    Returns magnitude and tally of y, 0 outside the mask, for `publish`; unused ones are compiled away.
-    """
-    bits = tl.where(mask, magnitude(y.to(tl.float32)), 0)
-    if data is not None:
-        q = to_fp8(y.to(tl.float32) * scale, dtype)
-        tl.store(data + rows.to(tl.int64)[:, None] * N + cols[None, :], q, mask=mask)
-    if data_t is not None:
-        # Transpose before the cast: ldmatrix moves 16-bit elements, bytes would go one by one (sm_90a: 8 shared stores
-        # and 4 ldmatrix a thread instead of 36 stores).
-        q_t = to_fp8(tl.trans(y).to(tl.float32) * scale, dtype)
-        tl.store(data_t + cols.to(tl.int64)[:, None] * M + rows[None, :], q_t, mask=tl.trans(mask))
-    return bits, tally(bits, scale, dtype)
 
 
 def lacks_triton(device: str) -> str | None:

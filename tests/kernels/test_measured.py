@@ -49,6 +49,14 @@ def test_a_bad_row_is_named_with_the_command_that_measures_it_anew(own: Path, op
         measured.timings(operator)
 
 
+def test_a_bad_value_is_named_whatever_its_type(own: Path) -> None:
+    problem = '{"batch": 1, "heads": 1, "length": 8, "head_dim": 8, "dtype": ["bf16"], "causal": true, '
+    problem += '"dropout": 0.0, "device": "cuda"}'
+    own.write_text(with_row(measured.text([a_row(torch=1.0)]), (BAD % "attention").replace('{"no": 1}', problem)))
+    with pytest.raises(ValueError, match=r"row 1 is no measured time \(unhashable"):
+        measured.timings("attention")
+
+
 def test_to_forget_is_to_choose_anew_of_gemms_too(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: GPU)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))

@@ -143,7 +143,9 @@ def attend(
 
 
 def _hidden(q: Any, k: Any, causal: bool, mask: Any | None, window: tuple[int, int] | None) -> Any:
-    """Return a mask that also hides what the window and the causal mask do; S wide."""
+    """Return a mask, of two or four dimensions, that also hides what the window and the causal mask do; S wide."""
+    if mask is not None and mask.dim() != 2:
+        mask = mask[(None,) * (4 - mask.dim())]
     left, right = (-1, -1) if window is None else window
     right = 0 if causal else right
     rows, keys = q.shape[-2], k.shape[-2]

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from te_bench.kernels.attention import Backend, attend
@@ -40,14 +41,16 @@ def attend_packed(
 
 def _padded(x: Tensor, starts: Tensor, longest: int) -> tuple[Tensor, Tensor]:
     """Return x padded to (sequences, heads, longest, features), and which positions are beyond their sequence's end."""
+    x = x if len(x) else F.pad(x, (0, 0, 0, 0, 0, 1))  # a row to take: `longest` may be more than the longest
     positions = torch.arange(longest, device=x.device)
     beyond = positions >= (starts[1:] - starts[:-1])[:, None]
-    at = (starts[:-1, None] + positions).clamp(max=max(len(x) - 1, 0))
+    at = (starts[:-1, None] + positions).clamp(max=len(x) - 1)
     return x[at].masked_fill(beyond[..., None, None], 0.0).transpose(1, 2), beyond
 
 
 def _unpadded(x: Tensor, starts: Tensor, rows: int) -> Tensor:
     """Gather (sequences, heads, longest, features) -> (rows, heads, features); rows of no sequence are 0."""
+    x = x if x.shape[2] else F.pad(x, (0, 0, 0, 1))  # a row to take, where all are of no sequence
     row = torch.arange(rows, device=x.device)
     sequence = torch.searchsorted(starts[1:].contiguous().to(row.dtype), row, right=True)
     outside = (row < starts[0]) | (sequence >= len(starts) - 1)

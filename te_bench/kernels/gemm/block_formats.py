@@ -35,13 +35,16 @@ def forward(
     """Compute D = alpha (a.data @ b.data.T) + bias, float32 until rounded; a (M, K), b (N, K) bf16 -> (M, N) out_dtype.
 
     alpha is 1 for MXFP8, `quantize.block_formats.alpha` of both scale_inv for NVFP4. a_dtype: the FP8 format of MXFP8's
-    a; b's is E4M3. emulate: in half precision on any device. Raises ValueError for other or mixed layouts.
+    a; b's is E4M3. emulate: in half precision on any device. Raises ValueError for other or mixed layouts, and for a K or
+    a bias that does not fit.
     """
     if a.layout != b.layout or a.layout not in (MXFP8_LAYOUT, NVFP4_LAYOUT):
         raise ValueError(f"{a.layout} by {b.layout}: both must be MXFP8's or both NVFP4's, of quantize.block_formats")
     (_, k), (n, b_k) = a.data.shape, b.data.shape
     if k != b_k:
         raise ValueError(f"K is {k} in a and {b_k} in b {(n, b_k)}: of NVFP4 both must be transformed, or neither")
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}: it must be ({n},), one for each row of b")
     eager = a.data.is_cuda and not torch.compiler.is_compiling()
     made: Tensor = (_multiply if eager else _operator)(
         a.data, b.data, a.scale_inv, b.scale_inv, out_dtype, bias, a_dtype, emulate
@@ -85,7 +88,7 @@ def finish(
     out: Tensor, a_scale_inv: Tensor | None, b_scale_inv: Tensor | None, out_dtype: torch.dtype, bias: Tensor | None
 ) -> Tensor:
     """`_finished` in one pass of a Triton kernel; out (M, N) is contiguous and not empty."""
-    made = out.new_empty(out.shape, dtype=out_dtype)
+    made, bias = out.new_empty(out.shape, dtype=out_dtype), None if bias is None else bias.contiguous()
     args = (out, a_scale_inv, b_scale_inv, bias, made, out.numel(), out.shape[1])
     key = (*traits(out, bias), out.shape[0], out.shape[1], a_scale_inv is None, out_dtype)
     constants = {"ELEMENTS": ELEMENTS, "DTYPE": FLOATS[out_dtype], "num_warps": 8, "enable_fp_fusion": False}

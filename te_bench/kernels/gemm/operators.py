@@ -55,8 +55,12 @@ def misaligned(p: Problem) -> str | None:
 
 
 def readable(data: Tensor) -> Tensor:
-    """Return an operand's data, or a copy if TMA cannot read it: it must begin at a 16-byte address."""
-    return data.clone() if data.data_ptr() % 16 else data
+    """Return an operand's data, or a copy if TMA cannot read it: address and rows' stride must be multiples of 16 bytes.
+
+    A single row is contiguous, whatever its stride.
+    """
+    fits = data.data_ptr() % 16 == 0 and data.stride(0) % 16 == 0
+    return data if fits else data.clone(memory_format=torch.contiguous_format)
 
 
 def unpadded(name: str, launch: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -137,7 +137,7 @@ def statistics_kernel(logits, targets, losses, statistics, vocab, padded, BLOCK:
 
 
 @triton.jit
-def _gradient(logits, targets, statistics, here, cols, rows, vocab, padded, SCALE: tl.constexpr):
+def _gradient(logits, targets, statistics, here, cols, rows, padded, SCALE: tl.constexpr):
     """Return (p - onehot(t)) * SCALE, float32, at (here, cols), 0 for ignored t; the caller handles padding."""
     row_mask = here < rows
     target = tl.load(targets + here, mask=row_mask, other=-1)
@@ -190,8 +190,8 @@ def fp8_kernel(
     pairs = index // across * (ROWS // 2) + tl.arange(0, ROWS // 2)
     upper, lower = 2 * pairs, 2 * pairs + 1
     cols = start + tl.arange(0, COLUMNS)
-    g_upper, upper_mask = _gradient(logits, targets, statistics, upper, cols, rows, vocab, padded, SCALE)
-    g_lower, lower_mask = _gradient(logits, targets, statistics, lower, cols, rows, vocab, padded, SCALE)
+    g_upper, upper_mask = _gradient(logits, targets, statistics, upper, cols, rows, padded, SCALE)
+    g_lower, lower_mask = _gradient(logits, targets, statistics, lower, cols, rows, padded, SCALE)
     if start + COLUMNS > vocab:
         g_upper = tl.where((cols < vocab)[None, :], g_upper, 0.0)
         g_lower = tl.where((cols < vocab)[None, :], g_lower, 0.0)
@@ -308,7 +308,7 @@ def mean(losses: Tensor, numbers: Tensor) -> Tensor:
 
 
 def scale(x: Tensor, factor: Tensor, out: Tensor) -> None:
-    """Write x * factor to out; x contiguous float32, factor () float32, out of x's shape or x itself."""
+    """Write x * factor, rounded once, to out; x contiguous, factor () float32, out of x's shape or x itself."""
     n = x.numel()
     if n:
         key, far = (*traits(x, factor, out), n, out is x), n + PROGRAMS * PIECE >= 2**31

@@ -102,9 +102,12 @@ def embed(table: Tensor, positions: Tensor | None, tokens: Tensor) -> Tensor:
     """Return table[tokens] + positions[:T]: (Vp, D), (at least T, D) or None, (B, T) int64 -> (B, T, D).
 
     On a GPU an unknown token's row is NaN, where PyTorch ends the process; on a CPU it raises IndexError. Raises
-    ValueError for positions that are too few or of another width.
+    ValueError for positions that are too few or of another width, and for tensors on several devices.
     """
     length = tokens.shape[1]
+    where = [t.device for t in (table, tokens, positions) if t is not None]
+    if any(device != where[0] for device in where):
+        raise ValueError(f"table, tokens and positions on {', '.join(map(str, where))}: move them to one device")
     if positions is not None and (len(positions) < length or positions.shape[1:] != table.shape[1:]):
         raise ValueError(
             f"positions {tuple(positions.shape)} of {length} tokens and a table {tuple(table.shape)}: at least {length} "

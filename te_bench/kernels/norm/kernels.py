@@ -146,7 +146,8 @@ def constants_of(n: int, rms: bool, zero_centered_gamma: bool, dtype: torch.dtyp
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool, kind: str
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    x = rows_contiguous(x)
+    x, weight = rows_contiguous(x), rows_contiguous(weight)
+    bias = bias if bias is None else rows_contiguous(bias)
     m, n = x.shape
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
     mean = torch.empty(m, dtype=torch.float32, device=x.device) if kind == "layernorm" else None
@@ -169,7 +170,7 @@ def backward(
     zero_centered_gamma: bool,
     residual: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    dy, x = rows_contiguous(dy), rows_contiguous(x)
+    dy, x, weight = rows_contiguous(dy), rows_contiguous(x), rows_contiguous(weight)
     residual = residual if residual is None else rows_contiguous(residual)
     m, n = x.shape
     dx = torch.empty((m, n), dtype=x.dtype, device=x.device)

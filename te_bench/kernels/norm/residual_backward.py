@@ -122,7 +122,7 @@ def backward_rounded(
     branch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dx, copy and sums (1 or 2, N): dweight and dbias, float32."""
-    dy, x = rows_contiguous(dy), rows_contiguous(x)
+    dy, x, weight = rows_contiguous(dy), rows_contiguous(x), rows_contiguous(weight)
     residual, branch = (t if t is None else rows_contiguous(t) for t in (residual, branch))
     m, n = x.shape
     dx = torch.empty((m, n), dtype=x.dtype, device=x.device)

@@ -217,7 +217,8 @@ def add_forward(
 
     M must be even if columnwise, and out_dtype half precision if there is a dtype. statistics: mean and rstd of x.
     """
-    x = rows_contiguous(x)
+    x, weight = rows_contiguous(x), rows_contiguous(weight)
+    bias = bias if bias is None else rows_contiguous(bias)
     m, n = x.shape
     made, branch_stride = None, 0
     if branch is not None:

@@ -19,7 +19,9 @@ KINDS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 
 
 def backend(x: Tensor) -> Backend:
-    return norm_triton.BACKEND if x.is_cuda else norm_reference.BACKEND
+    """Return the kernels for x (M, N) on a GPU, or plain PyTorch: elsewhere, and for rows that they do not support."""
+    by_kernels = x.is_cuda and x.shape[-1] <= norm_triton.LARGEST_N
+    return norm_triton.BACKEND if by_kernels else norm_reference.BACKEND
 
 
 def check_normalization(normalization: str) -> str:

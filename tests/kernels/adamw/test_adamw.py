@@ -298,6 +298,31 @@ def test_a_backward_through_the_old_weight_is_refused(name: str) -> None:
             loss.backward()
 
 
+class _Saves(torch.autograd.Function):
+    """Return x; the backward pass reads `copy`, as an FP8 Linear's reads its weight in FP8."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, copy: Tensor) -> Tensor:
+        ctx.save_for_backward(copy)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (_,) = ctx.saved_tensors
+        return dy, None
+
+
+@pytest.mark.parametrize("name", adamw.names())
+def test_a_backward_through_an_old_fp8_copy_is_refused(name: str) -> None:
+    p = parameter((16, 32), plain("cpu"), 0, "rt")
+    x = torch.ones((), requires_grad=True)
+    losses = [_Saves.apply(x, copy) for copy in (p.data, p.data_t, p.scale_inv)]
+    run(backend(name, "cpu"), [p], 1)
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 IN_FP8 = {"exp_avg": torch.ones(4, 6).to(E4M3), "exp_avg_sq": torch.ones(4, 6).to(torch.uint8)}
 
 

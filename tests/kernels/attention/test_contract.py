@@ -30,6 +30,8 @@ MASKS: dict[str, Callable[[Problem, torch.Generator], Tensor]] = {
     "padding": lambda p, g: torch.arange(keys_of(p)) >= torch.randint(1, keys_of(p), (p.batch, 1, 1, 1), generator=g),
     "each": lambda p, g: torch.rand(p.batch, p.heads, p.length, keys_of(p), generator=g) < 0.4,
     "shared": lambda p, g: torch.rand(p.length, keys_of(p), generator=g) < 0.4,
+    "of heads": lambda p, g: torch.rand(p.heads, p.length, keys_of(p), generator=g) < 0.4,
+    "of keys": lambda p, g: torch.rand(keys_of(p), generator=g) < 0.4,
     "dead rows": lambda p, g: (
         (torch.rand(p.batch, 1, p.length, keys_of(p), generator=g) < 0.2) | (torch.arange(p.length) % 3 == 1)[:, None]
     ),
@@ -48,6 +50,8 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, object], str | None]] = {
     "padding causal gqa": ((3, 4, 72, 64), {"kv_heads": 2, "causal": True}, "padding"),
     "a mask each": ((2, 2, 48, 32), {"kv_length": 64}, "each"),
     "one mask for all": ((2, 2, 48, 32), {"kv_length": 72}, "shared"),
+    "a mask for each head": ((2, 2, 48, 32), {"kv_length": 64}, "of heads"),
+    "one mask for all rows": ((2, 2, 48, 32), {"kv_length": 64}, "of keys"),
     "dead rows": ((2, 2, 64, 32), {}, "dead rows"),
     "dead rows causal": ((2, 2, 64, 32), {"causal": True}, "dead rows with causal"),
     "window": ((2, 2, 96, 32), {"window": (20, 0)}, None),

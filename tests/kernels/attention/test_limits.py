@@ -46,6 +46,8 @@ FLASH_LIMITS = [
         ("flash", {"kv_length": 9}, "1024 queries and 9 keys"),
         ("flash", {"v_head_dim": 32}, "32 of v"),
         ("flash", {"kv_length": 0}, "length 0"),
+        ("cudnn", {"kv_length": 0}, "length 0"),
+        ("cudnn", {"length": 0}, "length 0"),
         ("flash4", {"device": "cpu"}, "NVIDIA GPU"),
         ("flash4", {"capability": (8, 0)}, "8.0 < 9.0"),
         ("flash4", {"dtype": "fp32"}, "dtype fp32"),

@@ -126,6 +126,24 @@ def test_a_backend_that_takes_none_gets_them_padded(name: str, case: str, device
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("longest", [(1, 1), (4, 8), (0, 0)], ids=str)
+@pytest.mark.parametrize(("rows", "keys", "ended"), [(4, 0, 4), (0, 4, 0), (3, 3, 0)])
+@pytest.mark.parametrize("name", ["manual", "triton"])
+def test_without_rows_or_keys_the_rest_is_0(
+    name: str, rows: int, keys: int, ended: int, longest: tuple[int, int], device: str
+) -> None:
+    tensors = drawn(device, (rows, 2, 16), (keys, 2, 16), (keys, 2, 16), (rows, 2, 16))
+    others = 0 if rows else keys
+    begin_q, begin_k = starts((ended,), device), starts((others,), device)
+    longest = max(longest[0], ended), max(longest[1], others)
+    backend = attention.load(name)
+    forward = lambda *qkv: attend_packed(backend, *qkv, begin_q, begin_k, longest, causal=True, scale=0.25)  # noqa: E731
+    for made, given in zip(packed_gradients(forward, tensors), (tensors[3], *tensors[:3]), strict=True):
+        assert made.shape == given.shape
+        assert not made.any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["manual", "triton"])
 def test_rows_before_the_first_sequence_are_of_none(name: str, device: str) -> None:
     tensors = drawn(device, *[(7, 2, 16)] * 4)

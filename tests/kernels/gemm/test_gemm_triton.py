@@ -39,6 +39,18 @@ def test_operands_that_tma_cannot_read_are_copied(device: str) -> None:
     assert torch.equal(out.double(), product(operands))
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_row_of_any_stride_is_multiplied(device: str) -> None:
+    """It counts as contiguous."""
+    if device == "cpu" and not triton.INTERPRETED:
+        pytest.skip("on a CPU in the interpreter only")
+    a, b = integers((1, 16, 32), ("tensor", "tensor"), device)
+    strided = a._replace(data=a.data.as_strided((1, 32), (40, 1)))
+    assert strided.data.is_contiguous()
+    out = triton.BACKEND.forward(strided, b, out_dtype=torch.float32)
+    assert torch.equal(out.double(), product((a, b)))
+
+
 def test_the_tile_is_the_one_with_less_of_a_last_wave() -> None:
     def chosen(
         m: int, n: int, out_dtype: torch.dtype = torch.bfloat16, promote: bool = False, **how: Any

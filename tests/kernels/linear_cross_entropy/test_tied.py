@@ -93,6 +93,9 @@ def test_what_does_not_fit_the_table_is_refused(place: str, monkeypatch: pytest.
             tied.embed(table, wrong, tokens)
     with pytest.raises(RuntimeError, match=r"Long|Int"):
         tied.embed(table, positions, tokens.float())
+    for apart in ((positions.to("meta"), tokens), (None, tokens.to("meta"))):
+        with pytest.raises(ValueError, match=r"meta.*: move them to one device"):
+            tied.embed(table, *apart)
     assert torch.equal(tied.embed(table, positions, tokens.int()), table[tokens] + positions[:7])
 
 

@@ -204,6 +204,17 @@ def test_strided_and_empty_inputs(name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_strided_weights_and_biases(device: str) -> None:
+    backend, case = supported("triton", 100, device, quantized=True), draw((33, 100), device=device)
+    assert case.bias is not None
+    strided = dataclasses.replace(case, weight=case.weight.repeat_interleave(2)[::2], bias=case.bias[:1].expand(100))
+    same = dataclasses.replace(case, bias=case.bias[:1].repeat(100))
+    for value, exact in zip(run(backend, strided), run(backend, same), strict=True):
+        assert torch.equal(value, exact)
+    assert_quantizes_right(backend, strided, FP8[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["reference", "triton"])
 def test_not_a_number_is_seen(name: str, device: str) -> None:
     backend, case = supported(name, 100, device, quantized=True), draw((33, 100), device=device)

@@ -269,6 +269,15 @@ def test_operators(kind: str, target: torch.dtype | None, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [None, E4M3])
+def test_strided_weights_and_biases(dtype: torch.dtype | None, device: str) -> None:
+    ours, case = residual("triton", device), draw((33, 100), device=device)
+    assert case.bias is not None
+    strided = dataclasses.replace(case, weight=case.weight.repeat_interleave(2)[::2], bias=case.bias[:1].expand(100))
+    assert_alike(run(ours, strided, dtype), run(REFERENCE, strided, dtype), strided)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("dtype", "rich"), [(None, False), (E4M3, True)], ids=["rounded, plain", "FP8, rich"])
 def test_compiles_without_graph_breaks(dtype: torch.dtype | None, rich: bool, device: str) -> None:
     ours, case = residual("triton", device), draw((17, 32), rich=rich, device=device)

@@ -254,6 +254,8 @@ def test_what_is_wrong_is_named(of: str) -> None:
         (lambda: found.quantize(x, E4M3, scale=one, amax=torch.zeros(4), **ok), "amax"),
         (lambda: found.quantize(x, E4M3, scale=one, column_sum=torch.zeros(5), **ok), "column_sum"),
         (lambda: found.quantize(x, E4M3, counts=torch.zeros(3), **ok), "counts"),
+        (lambda: found.quantize(x, E4M3, scale=one.to("meta"), **ok), "scale .* on meta .* on cpu"),
+        (lambda: found.quantize(x, E4M3, scale=one, amax=one.to("meta"), **ok), "amax .* on meta .* on cpu"),
         (lambda: found.quantize(x, E4M3, scale=one, via=torch.float32, **ok), "via torch.float32"),
     ]
     for call, named in wrong:

@@ -7,9 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import te_bench.models as te
+from te_bench.kernels.norm import Problem
 from te_bench.models import recipe
+from te_bench.models.modules import layernorm
 
 ROWS, C = 4096, 48
 SMALL = 0.003  # as a gamma around 0: next to 1, bf16 knows nothing nearer than 0.0039 above and 0.002 below
@@ -141,3 +144,23 @@ def test_one_plus_gamma_inside_of_fused_modules(make: Callable[..., nn.Module], 
         normed = module(x)[-1]
     truth = F.layer_norm(x.double(), (C,), torch.full((C,), 1.0 + module.layer_norm_weight[0].item()).double())
     assert abs(share(normed, truth) - 1) <= SMALL / 20
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("n", [16384, 16385])
+def test_rows_of_any_width_have_kernels_that_take_them(n: int, kind: str) -> None:
+    problem = Problem(n=n, dtype="bf16", kind=kind, quantized=True, device="cuda", capability=(9, 0))
+    with FakeTensorMode():
+        chosen = layernorm.backend(torch.empty(2, n, dtype=torch.bfloat16, device="cuda"))
+    assert chosen.unsupported(problem) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+def test_rows_wider_than_the_kernels_take(make: Callable[..., nn.Module]) -> None:
+    x = torch.randn(3, 20000, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    norm = make(20000, params_dtype=torch.bfloat16, device="cuda")
+    norm(x).square().mean().backward()
+    for t in (x, *norm.parameters()):
+        assert t.grad is not None
+        assert t.grad.isfinite().all()

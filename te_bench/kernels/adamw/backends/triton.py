@@ -142,8 +142,9 @@ def step(
         dtypes = {name: {**FLOATS, **FP8}[dtype] for name, dtype in zip(("w_dtype", "m_dtype"), form, strict=True)}
         registers = kernels.REGISTERS if form[1] is torch.float8_e4m3fn else {}
         launch(kernels.step_kernel, programs, key, rate.get_device(), args, dtypes | constants | registers)
-    # The kernel bypasses autograd: a backward pass that saved an old weight, or its copy, must find out.
-    written = [t for p in table.parameters for t in (p.weight, p.bf16) if t is not None]
+    # The kernel bypasses autograd: a backward pass that saved an old weight, or a copy of it, must find out.
+    read = ((p.weight, p.bf16, p.data, p.data_t, p.scale_inv) for p in table.parameters)
+    written = [t for those in read for t in those if t is not None]
     torch.autograd.graph.increment_version(written)
 
 

@@ -23,6 +23,8 @@ def unsupported(p: Problem) -> str | None:
     if p.v_head_dim not in (None, p.head_dim):
         return f"head_dim {p.head_dim} of q and k, {p.v_head_dim} of v: one for all"
     keys = p.length if p.kv_length is None else p.kv_length
+    if p.length == 0 or keys == 0:
+        return "length 0: the kernel needs a query and a key"
     if keys == 1:
         return "length 1: cuDNN has no kernel for one key"
     if p.dropout and p.length == 1:

@@ -165,10 +165,13 @@ def check(
         ("counts", counts, 3, torch.int64),
         ("column_sum", column_sum, x.shape[1], torch.float32),
     ):
-        if buffer is not None and (buffer.dtype != kind or buffer.numel() != numel or not buffer.is_contiguous()):
+        if buffer is None:
+            continue
+        fits = buffer.dtype == kind and buffer.numel() == numel and buffer.device == x.device
+        if not fits or not buffer.is_contiguous():
             raise ValueError(
-                f"{name} {tuple(buffer.shape)} of {buffer.dtype} for x {tuple(x.shape)}: it must be {numel} of {kind}, "
-                "contiguous"
+                f"{name} {tuple(buffer.shape)} of {buffer.dtype} on {buffer.device} for x {tuple(x.shape)}: it must be "
+                f"{numel} of {kind}, contiguous, on {x.device}"
             )
 
 
