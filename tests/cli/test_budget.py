@@ -742,6 +742,17 @@ def test_a_plan_of_one_recipe_is_refused_where_its_aa_would_leave_it_void(
     assert command(*one, "--seeds", 10).code == 0
 
 
+def test_a_pool_of_one_recipe_is_refused_where_its_aa_would_leave_it_void(command, monkeypatch):
+    """A/A is held to one bf16 run a round and the recipe to two: of 17 rounds 83 % show the recipe, and 71 % A/A."""
+    gpus(monkeypatch, 0)
+    one = ("--recipes", "rowwise_scaling")
+    code, said, why = pool(*one, "--seeds", 17, command=command)
+    assert (code, "chance that a recipe and A/A are both called EQUIVALENT" in said) == (2, True)
+    assert "17 rounds would show A/A's true gap of 0 to lie within 0.0159 nat with a power of 71% only" in why
+    [needed] = re.findall(r"It takes --seeds (\d+) ", why)
+    assert pool(*one, "--seeds", needed, command=command)[0] == 0
+
+
 @pytest.mark.usefixtures("started")
 def test_a_part_that_begins_anew_with_other_code_is_judged_among_all_too(command: Command, tmp_path: Path) -> None:
     both = (*CONVERGENCE[:-1], "delayed_scaling,float8_current_scaling")

@@ -115,8 +115,8 @@ class Design(Prediction):
         """Return the seconds of these rounds, one run at a time."""
         return None if self.takes is None else self.takes.of(rounds)
 
-    def power(self, rounds: int, gap: float, *, draws: int = pooled.DRAWS // 2) -> float:
-        """Return the power after Holm, the mean over all recipes, by the planned spread."""
+    def power(self, rounds: int, gap: float) -> float:
+        """Return the chance that a recipe, after Holm, and A/A are EQUIVALENT, by the planned spread; recipes' mean."""
         assert self.spread is not None
         return pooled.power(
             rounds,
@@ -126,8 +126,17 @@ class Design(Prediction):
             recipes=self.family,
             gap=gap,
             alpha=self.alpha,
-            draws=draws,
+            draws=pooled.DRAWS // 2,
+            with_aa=True,
         )
+
+    @property
+    def _tests(self) -> dict[str, dict[str, Any]]:
+        """Return {whose true gap: its design}: a recipe's, and A/A's, without which no verdict counts."""
+        return {
+            "a true gap": {"ratio": self.ratio, "recipes": self.family},
+            "A/A's true gap": {"ratio": self.ratio - 1, "recipes": 1},
+        }
 
     @property
     def planned(self) -> Option:
@@ -135,18 +144,15 @@ class Design(Prediction):
 
     @property
     def needed(self) -> int | None:
-        """The rounds for a power of 80 % at a true gap of 0; None if MOST_ROUNDS have less, or the spread is unknown."""
+        """The rounds in which a recipe and A/A each have a power of 80 % at a true gap of 0.
+
+        None if MOST_ROUNDS have less, or the spread is unknown.
+        """
         if self.spread is None:
             return None
-        return pooled.rounds_needed(
-            self.spread.at_most,
-            self.margin,
-            ratio=self.ratio,
-            share=power.POWER,
-            recipes=self.family,
-            alpha=self.alpha,
-            most=MOST_ROUNDS,
-        )
+        of_all: dict[str, Any] = {"share": power.POWER, "alpha": self.alpha, "most": MOST_ROUNDS}
+        found = [pooled.rounds_needed(self.spread.at_most, self.margin, **of_all, **of) for of in self._tests.values()]
+        return None if None in found else max(rounds or 0 for rounds in found)
 
     @property
     def refused(self) -> str | None:
@@ -160,25 +166,32 @@ class Design(Prediction):
             )
         if self.spread is None:
             return None
-        shown = self.power(self.rounds, 0.0)
-        if shown >= power.POWER - planning.ROUNDING:
+        sd, tests = self.spread.at_most, self._tests
+        shows = {
+            whose: pooled.power(self.rounds, sd, self.margin, **of, alpha=self.alpha, draws=pooled.DRAWS // 2)
+            for whose, of in tests.items()
+        }
+        whose = min(shows, key=lambda one: shows[one])
+        if shows[whose] >= power.POWER - planning.ROUNDING:
             return None
         needed = self.needed
         ways = []
         if needed is not None:
             cost = self.seconds(needed)
             ways.append(f"--seeds {needed}" + (f" ({self.machine.hours(cost)})" if cost else ""))
-        hardest = self.alpha / self.family
         if self.rounds >= FEWEST:
-            one = pooled.least_margin(self.rounds, self.ratio, hardest, power.POWER)
-            ways.append(f"--margin {power.two_figures(self.spread.at_most * one, math.ceil)}")
+            one = max(
+                pooled.least_margin(self.rounds, of["ratio"], self.alpha / of["recipes"], power.POWER)
+                for of in tests.values()
+            )
+            ways.append(f"--margin {power.two_figures(sd * one, math.ceil)}")
             largest = power.two_figures(self.margin / one, math.floor)
-            ways.append(f"runs that vary by {largest} (sd) or less, not {self.spread.at_most:.2g}")
+            ways.append(f"runs that vary by {largest} (sd) or less, not {sd:.2g}")
         ways = ways or [f"{FEWEST} rounds or more"]
         return (
-            f"{self.rounds} rounds would show a true gap of 0 to lie within {self.margin:g} nat with a power of {shown:.0%} "
-            f"only, by the planned spread. It takes {', or '.join(ways)}; te-bench run begins such a run only with "
-            "--underpowered"
+            f"{self.rounds} rounds would show {whose} of 0 to lie within {self.margin:g} nat with a power of "
+            f"{shows[whose]:.0%} only, by the planned spread. It takes {', or '.join(ways)}; te-bench run begins such a run "
+            "only with --underpowered"
         )
 
     @property
@@ -243,8 +256,8 @@ class Design(Prediction):
             said += [
                 f"  spread of single runs: sd {self.spread.sd:.2g} nat, {of}; planned with its 80 % upper bound, "
                 f"{self.spread.at_most:.2g}",
-                f"  power to call a recipe EQUIVALENT within {self.margin:g} nat, where the true gap of all is"
-                f"{measured(self.gap)}:",
+                f"  chance that a recipe and A/A are both called EQUIVALENT within {self.margin:g} nat, where the true gap "
+                f"of all recipes is{measured(self.gap)}:",
             ]
             said += power_table(self.options, self.machine, gaps=self.gaps, planned=self.rounds, unit="rounds")
             said += [] if self.pilot else warn_of_half(self.planned, self.margin)

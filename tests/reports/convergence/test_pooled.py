@@ -220,6 +220,22 @@ def test_rounds_that_would_show_a_recipe_not_worse_are_not_spared():
             assert judged.verdict is Verdict.NON_INFERIOR
 
 
+def test_a_plan_s_power_with_aa_is_the_share_of_studies_that_pass_and_whose_aa_does(monkeypatch):
+    draw, count = np.random.default_rng(23), 300
+    design = {"rounds": 6, "ratio": 2}
+    said = pooled.power(6, 0.5, MARGIN, ratio=2, recipes=2, with_aa=True)
+    assert said < pooled.power(6, 0.5, MARGIN, ratio=2, recipes=2) - 0.15  # A/A is held to half as many runs
+    for told in ("power", "rounds_needed"):  # beside a verdict, in nine tenths of the time
+        monkeypatch.setattr(pooled, told, lambda *_, **__: None)
+    shown = 0.0
+    for _ in range(count):
+        one = study(draw, [0, 0], sd=0.5, **design)
+        recipes = pool_study.judge_recipes(one, MARGIN, 0.05, {}).values()
+        good = np.mean([judged.verdict is Verdict.EQUIVALENT for judged in recipes])
+        shown += good * (pool_study.judge_aa(one, MARGIN, 0.05).verdict is Verdict.EQUIVALENT) / count
+    assert shown == pytest.approx(said, abs=4 * math.sqrt(said * (1 - said) / count))
+
+
 def test_a_run_that_is_missing_ends_the_rounds_that_are_looked_at():
     one = study(np.random.default_rng(3), [0])
     del one.control.finals[3 * 9]  # of round 9: looks after 5 and 8 rounds stand, the last does not
