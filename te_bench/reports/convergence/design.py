@@ -5,6 +5,7 @@ chosen by a known gap would be biased, and no error rate would hold. Losses, mar
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -252,7 +253,7 @@ class Design(Prediction):
                 "same with --as-pilot --out DIR, then plan with --pilot DIR"
             )
         elif self.spread is not None:
-            of = f"assumed: {self.spread.assumed}" if self.spread.assumed else f"measured, {self.spread.df:g} df"
+            of = f"assumed: {self.spread.assumed}" if self.spread.assumed else f"measured, {self.spread.df:.3g} df"
             said += [
                 f"  spread of single runs: sd {self.spread.sd:.2g} nat, {of}; planned with its 80 % upper bound, "
                 f"{self.spread.at_most:.2g}",
@@ -287,13 +288,32 @@ def run_spread(studies: Iterable[Study], control: Trial) -> RunSpread | None:
     for study in studies:
         if study.control is None or study.control.trial.cell != control.cell:
             continue
-        arms = [arm for arm in study.arms if arm.kind != "broken" and not arm.diverged]
-        losses = [np.array(list(arm.finals.values())) for arm in arms if len(arm.finals) > 1]
-        freedom = sum(each.size - 1 for each in losses)
-        squares = sum(float(each.var()) * each.size for each in losses)
+        arms = [arm.finals for arm in study.arms if arm.kind != "broken" and not arm.diverged and len(arm.finals) > 1]
+        squares = sum(float(np.var([*finals.values()])) * len(finals) for finals in arms)
+        freedom = sum(len(finals) - 1 for finals in arms)
         if freedom >= FEWEST_FREEDOM and squares > 0:
-            found.append(RunSpread(sd=math.sqrt(squares / freedom), df=freedom, gap=planning.gap_of(study)))
+            found.append(
+                RunSpread(sd=math.sqrt(squares / freedom), df=_freedom(arms, freedom), gap=planning.gap_of(study))
+            )
     return max(found, key=lambda spread: spread.df, default=None)
+
+
+def _freedom(arms: Sequence[Mapping[int, float]], independent: int) -> float:
+    """Return the degrees of freedom of the pooled spread of configurations, {seed: loss}, whose runs of one seed are alike.
+
+    independent: those of runs that are not alike. The sums of squares of two configurations with n common seeds have a
+    covariance of 2 rho^2 (n - 1) sigma^4. With rho = 0.97 and by the independent ones, the 80 % bound of a pilot (six
+    recipes, 3 rounds) held in 55 % of simulations.
+    """
+    shared, together, apart = 0, 0.0, 0.0
+    for one, other in itertools.combinations(arms, 2):
+        seeds = sorted(one.keys() & other.keys())
+        if len(seeds) > 1:
+            (a, covariance), (_, b) = np.cov([one[seed] for seed in seeds], [other[seed] for seed in seeds]).tolist()
+            n = len(seeds) - 1
+            shared, together, apart = shared + n, together + n * covariance, apart + n * (a + b) / 2
+    rho = max(together, 0.0) / apart if apart else 0.0
+    return independent**2 / (independent + 2 * rho**2 * shared)
 
 
 def design_of(experiment: Experiment, earlier: EarlierRuns) -> Design:

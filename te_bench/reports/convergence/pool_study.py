@@ -1,7 +1,7 @@
 """Judge a study whose recipes share a pool of bf16 runs: what its looks show of each configuration, by `pooled`'s test.
 
 Round r has one run of every recipe, of seed r * pool, and `pool` runs of bf16, of this seed and the following; the last
-one is A/A's, an ulp away. Runs are compared unpaired; the common seed makes the test slightly conservative.
+one is A/A's, an ulp away. Runs are compared unpaired, so fewer claims are made the more alike runs of one seed are.
 """
 
 import math
