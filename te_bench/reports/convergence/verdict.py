@@ -56,12 +56,16 @@ def judge_study(study: Study, *, margin: float | None = None, alpha: float | Non
     if study.pilot:
         return _of_pilot(study, bar, level)
     judged = _judge_recipes(study, control, bar, level)
-    aa, broken = (
-        None if arm is None else _arm_verdict(study, control, arm, _judge_alone(study, control, arm, bar, level))
-        for arm in (study.aa, study.broken)
-    )
     # What hides a gap is the plan: by a wider margin an early look would decide what the plan has not.
     by_plan = [study.number(name) or asked for name, asked in (("margin", bar), ("alpha", level))]
+    aa, broken = (
+        None
+        if arm is None
+        else _arm_verdict(
+            study, control, arm, *(_judge_alone(study, control, arm, *by) for by in ((bar, level), by_plan))
+        )
+        for arm in (study.aa, study.broken)
+    )
     planned = judged if by_plan == [bar, level] else _judge_recipes(study, control, *by_plan)
     recipes = tuple(_arm_verdict(study, control, arm, judged[arm.name], planned[arm.name]) for arm in study.recipes)
     void = spoilt = why_void(control, aa, broken, bar)
@@ -309,11 +313,11 @@ def _is_open(
 
 
 def _arm_verdict(
-    study: Study, control: StudyArm, arm: StudyArm, judgement: CandidateVerdict, planned: CandidateVerdict | None = None
+    study: Study, control: StudyArm, arm: StudyArm, judgement: CandidateVerdict, planned: CandidateVerdict
 ) -> ArmVerdict:
-    """Return an arm's verdict; planned: by the plan's margin, if `judgement` may be by another."""
+    """Return an arm's verdict; planned: by the plan's margin and alpha, which `judgement` may not be by."""
     seeds, c, sides = paired_seeds(study, arm), judgement.comparison, study.beside(arm)
-    missing = _missing_seeds(study, arm) if study.pool is None else _unfinished(study, arm, planned or judgement)
+    missing = _missing_seeds(study, arm) if study.pool is None else _unfinished(study, arm, planned)
     if missing and study.judgement and not study.broken_off:
         untold = judgement if judgement.verdict is Verdict.DIVERGED else _inconclusive(missing, judgement.family)
         return ArmVerdict(arm=arm, seeds=seeds, judgement=untold, missing=missing, hidden=True)
