@@ -262,10 +262,8 @@ def _missing_seeds(study: Study, arm: StudyArm) -> str | None:
     """Return a sentence about planned seeds whose pair has no result and did not diverge, or None."""
     planned = study.number("seeds")
     for side in (arm, *study.beside(arm)):
-        lost = {seed: run.row.outcome for seed, run in side.runs.items() if run.final is None and not run.diverged}
-        if lost:
-            said = {"the last evaluation is missing" if outcome == "ok" else outcome for outcome in lost.values()}
-            return f"{side.name} has no result for {named_seeds(lost)} ({', '.join(sorted(said))})"
+        if lost := _no_result(side):
+            return f"{side.name} has no result for {lost[0]} ({lost[1]})"
         faults = study.number("fault_runs") or BROKEN
         wanted = planned if planned is None or side.kind != "broken" else min(planned, faults)
         if wanted is not None and len(side.runs) < wanted:
@@ -275,6 +273,13 @@ def _missing_seeds(study: Study, arm: StudyArm) -> str | None:
         if only:
             return f"{named_seeds(sorted(only))} was run in one of {arm.name} and {side.name} only: pairs need both"
     return None
+
+
+def _no_result(arm: StudyArm) -> tuple[str, str] | None:
+    """Return which seeds of the arm neither ended nor diverged, and what became of them, in words; None if all did."""
+    lost = {seed: run.row.outcome for seed, run in arm.runs.items() if run.final is None and not run.diverged}
+    said = {"the last evaluation is missing" if outcome == "ok" else outcome for outcome in lost.values()}
+    return (named_seeds(lost), ", ".join(sorted(said))) if lost else None
 
 
 def _unfinished(study: Study, arm: StudyArm, judgement: CandidateVerdict) -> str | None:
@@ -291,11 +296,11 @@ def _unfinished(study: Study, arm: StudyArm, judgement: CandidateVerdict) -> str
         )
     if pool_study.why_decided(study, judgement, recipe=arm.kind == "recipe"):
         return None
-    lost = {seed: run.row.outcome for seed, run in arm.runs.items() if run.final is None and not run.diverged}
-    if set(lost.values()) == {"stopped"} and len(arm.runs) >= study.rounds:
-        return None  # a look decided the plan's margin, and this verdict is by a tighter one
     why = f"{arm.name} has {len(arm.finals)} of the {study.rounds} rounds of the plan"
-    return f"{why} ({named_seeds(lost)}: {', '.join(sorted(set(lost.values())))})" if lost else why
+    if len(arm.finals) < study.rounds:
+        return f"{why} ({': '.join(lost)})" if (lost := _no_result(arm)) else why
+    sides = [(side.name, _no_result(side)) for side in (study.control, study.aa) if side is not None]
+    return next((f"{why}, and {name} has no result for {lost[0]} ({lost[1]})" for name, lost in sides if lost), None)
 
 
 def _inconclusive(reason: str, family: int) -> CandidateVerdict:
