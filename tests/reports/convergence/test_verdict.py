@@ -253,6 +253,14 @@ def test_a_pool_says_what_it_lacks_for_a_verdict(tmp_path: Path, sd: float, lost
     assert str(found.reason(found.recipes[0])).startswith(told)
 
 
+def test_more_rounds_of_a_pool_are_said_to_be_rounds(tmp_path: Path) -> None:
+    """A round is several seeds."""
+    records = pool_records({**TRUTH, "delayed_scaling": 0.0025}, 20, 2, sd=0.002)
+    found = judge_study(study_of(tmp_path / "run", records, {**JUDGEMENT, "seeds": 20, "pool": 2}))
+    needed = found.recipes[0].judgement.seeds_needed
+    assert f"; at least {needed} rounds needed)" in found.headline
+
+
 def test_a_gap_far_from_the_others_is_noted(tmp_path: Path) -> None:
     far = run_record("rowwise_scaling", 3, 0.0, 0.05).samples
     found = altered(tmp_path, of_rowwise(3), lambda _: far, seeds=8)
