@@ -87,7 +87,7 @@ def _judged(study: Study, c: LossComparison | None, claims: Claims, family: int,
             why = f"a plan of {rounds}: of fewer than {FEWEST} no spread is known"
         return CandidateVerdict(verdict=Verdict.INCONCLUSIVE, reason=why, family=family)
     verdict = claims.verdict(c.alpha)
-    needed = _needed(c, ratio, c.alpha / family)
+    needed = _needed(c, ratio, c.alpha / family) if verdict is Verdict.INCONCLUSIVE else None
     return CandidateVerdict(
         verdict=verdict,
         reason=_reason(study, c, verdict, needed, family),
@@ -140,7 +140,6 @@ def _compared(
         claims=claims,
         power=pooled.power(study.rounds, sd, margin, ratio=ratio, alpha=hardest),
         detectable=sd * pooled.least_margin(study.rounds, ratio, hardest, power.POWER),
-        seeds_needed=pooled.rounds_needed(sd, margin, ratio=ratio, share=power.POWER, alpha=hardest),
         outliers=outliers(ours),
         reason="",
     )
