@@ -83,7 +83,7 @@ class LossComparison:
     # At the hardest step of Holm's procedure, alpha / family, with these n and sd:
     power: float | None = None  # to show equivalence at a true gap of 0
     detectable: float | None = None  # the smallest margin with 80 % power
-    seeds_needed: int | None = None  # for 80 % power at a true gap of 0
+    seeds_needed: int | None = None  # for 80 % power at a true gap of 0; not of a pool
     seeds_needed_at_gap: int | None = None  # to show that the measured gap is within the margin, or beyond it
     outliers: tuple[int, ...] = ()  # places of pairs with a gap far from the others'
     verdict: Verdict
