@@ -331,11 +331,12 @@ def _machine(experiment: "Experiment", asked: "Options", gpus: str | None, in_cl
     from te_bench.experiments import environment
     from te_bench.reports.convergence.earlier_runs import Machine, chip_of
 
-    device, share = asked.device, asked.share or 1
+    device, share, world = asked.device, asked.share or 1, asked.gpus_per_trial or 1
     chosen = _gpus_here(device, gpus)
     if chosen is None:
         number = in_cluster or (1 if gpus is None or gpus == "all" else len(set(gpus.split(","))))
-        return Machine(device=device, chip=None, slots=number * share, asked=gpus, share=share)
+        slots = max(1, number // world) * share
+        return Machine(device=device, chip=None, slots=slots, asked=gpus, share=share, world=world)
     here = environment.capture(device, chosen)["identity"]
-    slots = (in_cluster or len(chosen)) * share or trials_at_once(experiment, here["cores"])
-    return Machine(device=device, chip=chip_of(here), slots=slots, asked=gpus, share=share)
+    slots = (in_cluster or len(chosen)) // world * share or trials_at_once(experiment, here["cores"])
+    return Machine(device=device, chip=chip_of(here), slots=slots, asked=gpus, share=share, world=world)

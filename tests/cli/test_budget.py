@@ -527,6 +527,27 @@ def test_timings_that_tell_nothing_of_the_spread_say_why(command: Command, pilot
     assert "steps 40 there, 150 here" in said
 
 
+def test_trials_on_two_gpus_each_cost_both_and_are_not_timed_by_those_on_one(command: Command, tmp_path: Path) -> None:
+    """As the verdict counts them: two at a time on four GPUs."""
+    over = {"parallel": "ddp", "gpus_per_trial": 2}
+    asked = ("--device", "cuda", "--data", "random", "--preset", "gpt2", "--recipes", "delayed_scaling", "--seeds", 10)
+    asked = (*asked, "--margin", 0.1, "--gpus", "0,1,2,3", "--parallel", "ddp", "--gpus-per-trial", 2)
+    for settings in ({}, over):
+        of: dict[str, Any] = {"device": "cuda", "preset": "gpt2", "as_pilot": True, **settings}
+        records = [ended(trial) for trial in trials(3, None, **of)]
+        pilot = write(tmp_path / str(len(settings)), records, chip="NVIDIA H200", pilot=True, seeds=3)
+        known = command("plan", "convergence", *asked, "--pilot", pilot, "--json")
+        told = json.loads(known.out)["estimate"]
+        one_at_a_time = sum(10 * done.wall_s for done in records if not done.trial.seed) - 7 * records[3].wall_s
+        took = (2 * one_at_a_time, one_at_a_time / 2) if settings else (None, None)
+        assert (told["device_s"], told["elapsed_s"], told["at_once"]) == (*map(pytest.approx, took), 2)
+    said = plainly(command("plan", "convergence", *asked, "--pilot", pilot).out)
+    assert (
+        f"about {2 * one_at_a_time / 3600:.3g} GPU hours, {duration(one_at_a_time / 2)} on 4 GPUs, 2 for each trial"
+        in said
+    )
+
+
 # ---- a pool of bf16 runs
 
 # Runs of GPT-2 vary by 0.0149 (sd, as the plan has it): a margin at which a pool of tens of rounds decides.
@@ -740,6 +761,17 @@ def test_a_plan_of_one_recipe_is_refused_where_its_aa_would_leave_it_void(
     assert "9 seeds would show A/A's true gap of 0 to lie within 0.005 nat with a power of 76% only" in done.err
     assert "It takes --seeds 10, or --margin 0.0052, or gaps that vary by 0.0033 (sd) or less, not 0.0035" in done.err
     assert command(*one, "--seeds", 10).code == 0
+
+
+def test_a_pool_of_one_recipe_is_refused_where_its_aa_would_leave_it_void(command, monkeypatch):
+    """A/A is held to one bf16 run a round and the recipe to two: of 17 rounds 83 % show the recipe, and 71 % A/A."""
+    gpus(monkeypatch, 0)
+    one = ("--recipes", "rowwise_scaling")
+    code, said, why = pool(*one, "--seeds", 17, command=command)
+    assert (code, "chance that a recipe and A/A are both called EQUIVALENT" in said) == (2, True)
+    assert "17 rounds would show A/A's true gap of 0 to lie within 0.0159 nat with a power of 71% only" in why
+    [needed] = re.findall(r"It takes --seeds (\d+) ", why)
+    assert pool(*one, "--seeds", needed, command=command)[0] == 0
 
 
 @pytest.mark.usefixtures("started")

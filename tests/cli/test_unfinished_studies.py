@@ -103,6 +103,17 @@ def test_a_look_that_decides_shows_what_it_decided_and_nothing_else(command: Com
     assert "hidden ±" in rows["| rowwise scaling"]
 
 
+def test_a_wider_margin_shows_nothing_that_the_plan_has_not_decided(command: Command, tmp_path: Path) -> None:
+    """After five of ten rounds A/A is not decided: no margin shows its gap either."""
+    every = pool_records({**TRUTH, "aa": 0.002}, 10, 2, sd=0.0025)
+    planned = [one.trial for one in every]
+    done = [one for one in every if one.trial.seed < 10 or one.trial.problem["arm"] == "broken"]
+    plan = {**JUDGEMENT, "seeds": 10, "pool": 2}
+    run = write(tmp_path / "run", done, planned=planned, suite="convergence", title="Study", judgement=plan)
+    shown = [command("verdict", run, "--margin", margin).out for margin in (0.003, 0.02, 0.5)]
+    assert all("A/A: gap" not in said and "bf16, A/A not finished" in " ".join(said.split()) for said in shown), shown
+
+
 def test_a_recipe_that_is_not_done_has_no_verdict_where_the_rest_is(command: Command, results: Path) -> None:
     run = results / "h200" / "study"
     every = study_records(TRUTH, PLANNED, sd=0.0004)

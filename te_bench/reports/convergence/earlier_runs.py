@@ -23,6 +23,7 @@ class Machine:
     slots: int  # trials at the same time: on GPUs, `share` on each; or on CPU cores
     asked: str | None = None  # the value of --gpus
     share: int = 1
+    world: int = 1  # GPUs of a trial
 
     @property
     def on(self) -> str:
@@ -30,11 +31,13 @@ class Machine:
         if self.share > 1:
             number = self.slots // self.share
             return f" on {number} GPU{'s' * (number > 1)}, {self.share} at a time on each"
+        if self.world > 1 and self.device == "cuda":
+            return f" on {self.slots * self.world} GPUs, {self.world} for each trial"
         return f" on {self.slots} {'GPUs' if self.device == 'cuda' else 'cores'}" if self.slots > 1 else ""
 
     def device_s(self, seconds: float) -> float:
-        """Return the seconds of the device for so many seconds of trials that run one at a time."""
-        return seconds / self.share
+        """Return the seconds of all devices for so many seconds of trials that run one at a time."""
+        return seconds * self.world / self.share
 
     def hours(self, seconds: float) -> str:
         """Return device_s in words."""
@@ -43,12 +46,13 @@ class Machine:
 
     def elapsed(self, seconds: float) -> str:
         """Return the time of trials that run side by side, in words to append; "" for one at a time."""
-        return f", {planning.duration(seconds / self.slots)}{self.on}" if self.slots > 1 else ""
+        return f", {planning.duration(seconds / self.slots)}{self.on}" if max(self.slots, self.world) > 1 else ""
 
     def estimate(self, seconds: float | None) -> dict[str, float | None]:
         """Return the device's and the elapsed seconds for so many seconds of trials that run one at a time."""
-        device, elapsed = (None if seconds is None else seconds / n for n in (self.share, self.slots))
-        return {"device_s": device, "elapsed_s": elapsed, "at_once": self.slots}
+        if seconds is None:
+            return {"device_s": None, "elapsed_s": None, "at_once": self.slots}
+        return {"device_s": self.device_s(seconds), "elapsed_s": seconds / self.slots, "at_once": self.slots}
 
 
 @dataclass(frozen=True, kw_only=True)

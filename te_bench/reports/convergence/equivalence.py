@@ -83,7 +83,7 @@ class LossComparison:
     # At the hardest step of Holm's procedure, alpha / family, with these n and sd:
     power: float | None = None  # to show equivalence at a true gap of 0
     detectable: float | None = None  # the smallest margin with 80 % power
-    seeds_needed: int | None = None  # for 80 % power at a true gap of 0
+    seeds_needed: int | None = None  # for 80 % power at a true gap of 0; not of a pool
     seeds_needed_at_gap: int | None = None  # to show that the measured gap is within the margin, or beyond it
     outliers: tuple[int, ...] = ()  # places of pairs with a gap far from the others'
     verdict: Verdict
@@ -117,9 +117,9 @@ def compare(
     """Return the comparison of n losses an arm: EQUIVALENT if the tests of gap < margin and gap > -margin reject (TOST).
 
     Paired: run i of both arms shares its seed (initial weights, data order), and the differences are tested. Unpaired:
-    Welch's test with Satterthwaite's degrees of freedom. EQUIVALENT and NON_INFERIOR both need the test of gap < margin to
-    reject, so a candidate that is worse by the margin or more gets either in at most alpha of cases, for gaps as
-    `skewed.ASSUMPTION` says. `called`: what reasons call the control.
+    Welch's test with Satterthwaite's degrees of freedom, or fewer for unequal arms. EQUIVALENT and NON_INFERIOR both need
+    the test of gap < margin to reject, so a candidate that is worse by the margin or more gets either in at most alpha of
+    cases, for gaps as `skewed.ASSUMPTION` says. `called`: what reasons call the control.
 
     family: the candidates that Holm's procedure judges together. Power and what follows from it are at its hardest step, and
     the claims by themselves at alpha.
@@ -336,12 +336,20 @@ def after_holm(found: Mapping[str, Claims]) -> dict[str, Claims]:
 
 
 def _welch(candidate: Array, control: Array) -> Mean:
-    """Return the gap by Welch 1947, Biometrika 34:28, with Satterthwaite's df; third cumulants add with their signs."""
-    means = [mean_of(arm) for arm in (candidate, control)]
+    """Return the gap by Welch 1947, Biometrika 34:28, with Satterthwaite's df; third cumulants add with their signs.
+
+    A few skewed runs without their tail vary too little, and then df is nearly that of the many runs of the other arm: of
+    3 exponential runs beside 40 normal ones, at the margin, 10 % were called good. So df is at most that by each arm's
+    variance or the pooled one, if that is larger; of equal numbers of runs it is Satterthwaite's.
+    """
+    arms = candidate, control
+    means, freedom = [mean_of(arm) for arm in arms], np.array([arm.size - 1 for arm in arms])
     se = math.hypot(*(mean.se for mean in means))
-    shares = [mean.se / se for mean in means]
-    df = 1 / sum(share**4 / mean.df for share, mean in zip(shares, means, strict=True))
-    third = [m.skewness * share**3 / math.sqrt(m.df + 1) for m, share in zip(means, shares, strict=True)]
+    shares = np.array([(mean.se / se) ** 2 for mean in means])  # of the gap's variance
+    pooled = (shares * (freedom + 1)) @ freedom / freedom.sum()
+    cautious = np.maximum(shares, pooled / (freedom + 1))
+    df = min(float(each.sum() ** 2 / (each**2 / freedom).sum()) for each in (shares, cautious))
+    third = [mean.skewness * (mean.se / se) ** 3 / math.sqrt(mean.df + 1) for mean in means]
     gap = means[0].value - means[1].value
     return Mean(value=gap, se=se, skewness=(third[0] - third[1]) * math.sqrt(df + 1), df=df)
 

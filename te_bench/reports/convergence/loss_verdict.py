@@ -1,6 +1,7 @@
 """Answer for two arms of a user's losses: the verdict, how sure it is, and what more certainty costs."""
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -158,11 +159,17 @@ def prices(found: LossVerdict) -> list[Price]:
     c = found.comparison
     if c is None or c.interval is None:
         return []
-    return [_price(seeds, c) for seeds in sorted({*SEEDS, c.n})]
+    alike = 1.0 if c.paired else _alike(found.matched)
+    return [_price(seeds, c, (seeds - 1) * alike) for seeds in sorted({*SEEDS, c.n})]
 
 
-def _price(seeds: int, c: LossComparison) -> Price:
-    df = seeds - 1 if c.paired else (2 * seeds - 2) * c.df / (c.n + c.n_control - 2)  # fewer with unequal spreads
+def _alike(matched: Matched) -> float:
+    """Return the degrees of freedom of n runs a side, over n - 1: 2 if both sides vary alike, 1 if one does not vary."""
+    spreads = [statistics.stdev(side) for side in (matched.candidate, matched.baseline)]
+    return 1 / sum((spread / math.hypot(*spreads)) ** 4 for spread in spreads)
+
+
+def _price(seeds: int, c: LossComparison, df: float) -> Price:
     margins = [
         power.detectable(se=sd / math.sqrt(seeds), df=df, alpha=c.alpha) or math.inf
         for sd in (c.sd, power.at_most(c.sd, c.df))

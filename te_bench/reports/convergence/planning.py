@@ -319,6 +319,7 @@ _SIZES = (
     *("model", "batch", "block", "accumulate", "padded_vocab", "threads", "share"),
     *("blocks", "head", "optimizer", "weights", "states"),
     *("evaluate", "eval_tokens", "early_eval_tokens"),
+    *("world", "parallel", "shard", "sequence_parallel", "overlap", "gather"),
 )
 
 

@@ -1,7 +1,7 @@
 """Judge a study whose recipes share a pool of bf16 runs: what its looks show of each configuration, by `pooled`'s test.
 
 Round r has one run of every recipe, of seed r * pool, and `pool` runs of bf16, of this seed and the following; the last
-one is A/A's, an ulp away. Runs are compared unpaired; the common seed makes the test slightly conservative.
+one is A/A's, an ulp away. Runs are compared unpaired, so fewer claims are made the more alike runs of one seed are.
 """
 
 import math
@@ -60,7 +60,10 @@ def judge_recipes(
         if arm.name not in unfit
     }
     adjusted = after_holm({name: c.claims if (c := shown.get(name)) else UNCLAIMED for name in names})
-    return {arm: unfit.get(arm) or _judged(study, shown[arm], claims, len(names)) for arm, claims in adjusted.items()}
+    return {
+        arm: unfit.get(arm) or _judged(study, shown[arm], claims, len(names), study.pool)
+        for arm, claims in adjusted.items()
+    }
 
 
 def judge_aa(study: Study, margin: float, alpha: float) -> CandidateVerdict:
@@ -72,10 +75,10 @@ def judge_aa(study: Study, margin: float, alpha: float) -> CandidateVerdict:
     control = [seed for seed in range(study.pool * study.rounds) if seed % study.pool != ratio]
     pool = _in_order(study.control.finals, control)
     c = _compared(study, _of_rounds(study, study.aa), pool, ratio, margin, alpha, 1)
-    return _judged(study, c, c.claims if c else UNCLAIMED, 1)
+    return _judged(study, c, c.claims if c else UNCLAIMED, 1, ratio)
 
 
-def _judged(study: Study, c: LossComparison | None, claims: Claims, family: int) -> CandidateVerdict:
+def _judged(study: Study, c: LossComparison | None, claims: Claims, family: int, ratio: int) -> CandidateVerdict:
     if c is None:
         first = pooled.looks(study.rounds)[0]
         why = f"fewer than {first} of {study.rounds} rounds have ended, and the first look is after {first}"
@@ -84,10 +87,10 @@ def _judged(study: Study, c: LossComparison | None, claims: Claims, family: int)
             why = f"a plan of {rounds}: of fewer than {FEWEST} no spread is known"
         return CandidateVerdict(verdict=Verdict.INCONCLUSIVE, reason=why, family=family)
     verdict = claims.verdict(c.alpha)
-    needed = _needed(c, study.pool or 1, c.alpha / family)
+    needed = _needed(c, ratio, c.alpha / family) if verdict is Verdict.INCONCLUSIVE else None
     return CandidateVerdict(
         verdict=verdict,
-        reason=_reason(study, c, verdict, needed),
+        reason=_reason(study, c, verdict, needed, family),
         family=family,
         comparison=c,
         claims=claims,
@@ -126,16 +129,17 @@ def _compared(
     sd = se / math.sqrt(1 / n + 1 / (ratio * n))  # of one run, as the test takes it
     bound = -pooled.critical(study.rounds, ratio, alpha)[len(looked) - 1]
     student, hardest = float(stdtrit(df, 1 - alpha)) * se, alpha / family
+    claims = pooled.claims(looked, margin, study.rounds, ratio)
     return replace(
         untold,
+        verdict=claims.verdict(alpha),
         sd=sd * math.sqrt(2),
         df=df,
         interval=(gap - bound * se, gap + bound * se) if math.isfinite(bound) else None,
         t_interval=(gap - student, gap + student),
-        claims=pooled.claims(looked, margin, study.rounds, ratio),
+        claims=claims,
         power=pooled.power(study.rounds, sd, margin, ratio=ratio, alpha=hardest),
         detectable=sd * pooled.least_margin(study.rounds, ratio, hardest, power.POWER),
-        seeds_needed=pooled.rounds_needed(sd, margin, ratio=ratio, share=power.POWER, alpha=hardest),
         outliers=outliers(ours),
         reason="",
     )
@@ -149,13 +153,15 @@ def _needed(c: LossComparison, ratio: int, alpha: float) -> int | None:
     return pooled.rounds_needed(sd, c.margin, ratio=ratio, share=power.POWER, gap=c.gap, alpha=alpha)
 
 
-def _reason(study: Study, c: LossComparison, verdict: Verdict, needed: int | None) -> str:
+def _reason(study: Study, c: LossComparison, verdict: Verdict, needed: int | None, family: int) -> str:
     if c.interval is None:
         return c.reason or f"after {c.n} of {study.rounds} rounds no claim is possible yet"
     measured = f"{in_words(c.gap, c.interval, c.alpha)}, after {c.n} of {study.rounds} rounds"
     if verdict is not Verdict.INCONCLUSIVE:
         return f"ends {CLAIMS[verdict].format(margin=c.margin, control='control')}: {measured}"
     said = f"not distinguished from the margin {c.margin:g}: {measured}"
+    if c.verdict is not Verdict.INCONCLUSIVE:
+        said = f"{c.verdict} on its own, not after Holm over {family} candidates: {measured}"
     if needed is None:
         return said
     return f"{said}; {needed} rounds would show it EQUIVALENT in 80 % of cases if that is its true gap"
@@ -174,17 +180,20 @@ def why_decided(study: Study, judged: CandidateVerdict, *, recipe: bool) -> str 
     if c.n == study.rounds:
         return said
     ratio = (study.pool or 1) - (0 if recipe else 1)
-    chance = _chance(c, study.rounds, ratio, judged.family)
+    chance = _chance(c, study.rounds, ratio, known=judged.verdict)
     return f"{said}; the other {study.rounds - c.n} rounds would hardly tell" if chance < HOPELESS else None
 
 
-def _chance(c: LossComparison, rounds: int, ratio: int, family: int) -> float:
-    """Return the probability, by the gap so far, that the last look shows EQUIVALENT or INFERIOR at Holm's easiest step.
+def _chance(c: LossComparison, rounds: int, ratio: int, *, known: Verdict) -> float:
+    """Return the probability, by the gap so far, that the last look shows more than is `known`, at Holm's easiest step.
 
-    The final gap is predicted around that of the first n rounds, with variance sd^2 (1 / n - 1 / rounds) (1 + 1 / ratio).
+    More than NON_INFERIOR is EQUIVALENT. The final gap is predicted around that of the first n rounds, with variance
+    sd^2 (1 / n - 1 / rounds) (1 + 1 / ratio).
     """
     one = c.sd / math.sqrt(2) * math.sqrt(1 + 1 / ratio)
     off, reach = one * math.sqrt(1 / c.n - 1 / rounds), -pooled.critical(rounds, ratio, c.alpha)[-1] * one
     reach /= math.sqrt(rounds)
-    within = float(ndtr((c.margin - reach - c.gap) / off) - ndtr((reach - c.margin - c.gap) / off))
-    return max(within, 0.0) + float(ndtr((c.gap - c.margin - reach) / off))
+    below, beyond = (float(ndtr((bound - c.gap) / off)) for bound in (c.margin - reach, reach - c.margin))
+    if known is Verdict.NON_INFERIOR:
+        return max(below - beyond, 0.0)
+    return below + float(ndtr((c.gap - c.margin - reach) / off))

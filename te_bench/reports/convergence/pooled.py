@@ -88,8 +88,7 @@ def looks_at(candidate: Sequence[float] | Array, pool: Sequence[float] | Array, 
     found = []
     for n in looks(rounds):
         if ours.shape[-1] >= n and theirs.shape[-1] >= ratio * n:
-            one, other = side(ours[..., :n]), side(theirs[..., : ratio * n])
-            found.append(Look(gap=np.asarray(one.mean - other.mean), se=standard_error(one, other)))
+            found.append(_look(side(ours[..., :n]), side(theirs[..., : ratio * n])))
     return found
 
 
@@ -151,14 +150,34 @@ def _table() -> dict[tuple[int, int], Array]:
 
 
 @functools.lru_cache(maxsize=32)
-def _simulated(rounds: int, ratio: int, recipes: int, draws: int) -> list[list[Look]]:
-    """Return each recipe's looks in `draws` studies: normal runs of variance 1, all true gaps 0, one common pool."""
+def _simulated(rounds: int, ratio: int, recipes: int, draws: int) -> tuple[list[list[Look]], list[Look]]:
+    """Return each recipe's looks and A/A's in `draws` studies: normal runs of variance 1, all true gaps 0, one common pool.
+
+    A/A's are its runs against the rest of the pool; [] for one bf16 run a round.
+    """
     draw, at = np.random.default_rng(3), looks(rounds)
-    pool = _normal_sides(draw, [ratio * n for n in at], draws)
+    pool, aa_looks = _normal_sides(draw, at, draws), list[Look]()
+    if ratio > 1:
+        aa, control = pool, _normal_sides(draw, [(ratio - 1) * n for n in at], draws)
+        aa_looks = list(map(_look, aa, control))
+        pool = list(map(_together, aa, control))
     arms = [_normal_sides(draw, at, draws) for _ in range(recipes)]
-    return [
-        [Look(gap=a.mean - b.mean, se=standard_error(a, b)) for a, b in zip(arm, pool, strict=True)] for arm in arms
-    ]
+    return [list(map(_look, arm, pool)) for arm in arms], aa_looks
+
+
+def _look(one: Side, other: Side) -> Look:
+    return Look(gap=one.mean - other.mean, se=standard_error(one, other))
+
+
+def _together(one: Side, other: Side) -> Side:
+    """Return the side of the runs of both."""
+    n = one.n + other.n
+    between = (one.mean - other.mean) ** 2 * (one.n * other.n / n)
+    return Side(
+        n=n,
+        mean=(one.n * one.mean + other.n * other.mean) / n,
+        squares=one.squares + other.squares + between,
+    )
 
 
 @functools.lru_cache(maxsize=1024)  # searches and tables of one plan ask for the same designs again and again
@@ -172,26 +191,35 @@ def power(
     gap: float = 0.0,
     alpha: float = 0.05,
     draws: int = DRAWS,
+    with_aa: bool = False,
 ) -> float:
     """Return P(EQUIVALENT after Holm), if all recipes have this true gap and single runs vary by sd.
 
-    It is the mean over the recipes. Runs are normal; their shape does not affect the error rate, and the power only little.
+    It is the mean over the recipes. with_aa: of studies whose A/A, of a true gap of 0, is EQUIVALENT too. Runs are normal;
+    their shape does not affect the error rate, and the power only little.
     """
     if rounds < FEWEST:
         return 0.0
-    shown = []
-    for looked in _simulated(rounds, ratio, recipes, draws):
-        moved = [Look(gap=sd * look.gap + gap, se=sd * look.se) for look in looked]
-        shown.append(np.maximum(*(p_below(one, margin, rounds, ratio) for one in (moved, _mirrored(moved)))))
+    looked, aa = _simulated(rounds, ratio, recipes, draws)
+    shown = [_p_within(one, sd, gap, margin, rounds, ratio) for one in looked]
     ordered = np.sort(np.array(shown), axis=0)
     steps = alpha / np.arange(recipes, 0, -1)
-    return float(np.mean(np.cumprod(ordered <= steps[:, None] * (1 + 1e-12), axis=0)))
+    good = np.cumprod(ordered <= steps[:, None] * (1 + 1e-12), axis=0)
+    if with_aa:
+        good = good * (_p_within(aa, sd, 0.0, margin, rounds, ratio - 1) <= alpha)
+    return float(np.mean(good))
+
+
+def _p_within(looked: Sequence[Look], sd: float, gap: float, margin: float, rounds: int, ratio: int) -> Array:
+    """Return p-values of EQUIVALENT for looks of variance 1 and gap 0, scaled to this sd and gap."""
+    moved = [Look(gap=sd * look.gap + gap, se=sd * look.se) for look in looked]
+    return np.maximum(*(p_below(one, margin, rounds, ratio) for one in (moved, _mirrored(moved))))
 
 
 @functools.lru_cache(maxsize=256)
 def least_margin(rounds: int, ratio: int, alpha: float, share: float) -> float:
     """Return the smallest margin, in standard deviations of a run, with a power of `share` at a true gap of 0."""
-    [looked] = _simulated(rounds, ratio, 1, DRAWS)
+    [looked], _ = _simulated(rounds, ratio, 1, DRAWS)
     bounds = critical(rounds, ratio, alpha)
     sides = [
         np.min([sign * look.gap - bound * look.se for look, bound in zip(looked, bounds, strict=True)], axis=0)

@@ -53,8 +53,9 @@ class StressLadder:
 
     @property
     def unseen(self) -> tuple[str, ...]:
-        """Precisions that were broken on purpose and did not break."""
-        return tuple(name for name in self.results if name in self.planted and self._held(name))
+        """Precisions that were broken on purpose and whose median seed is not shown to break at their lowest rate."""
+        known = self.planted & self.breaking.keys()
+        return tuple(n for n in self.results if n in known and self.breaking[n].median[1] > min(self.results[n]))
 
     @property
     def earlier(self) -> tuple[str, ...]:
@@ -73,9 +74,6 @@ class StressLadder:
         if not low:
             return f"below {high * self.rate:g}"
         return f"above {low * self.rate:g}" if math.isinf(high) else f"{low * self.rate:g} to {high * self.rate:g}"
-
-    def _held(self, name: str) -> bool:
-        return name in self.breaking and self.breaking[name].median[0] > 0
 
 
 def stress_ladders(group: Group) -> tuple[StressLadder, ...]:

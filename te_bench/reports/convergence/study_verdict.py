@@ -172,7 +172,8 @@ class StudyVerdict:
         c = found.judgement.comparison
         if found.verdict is not Verdict.INCONCLUSIVE or c is None or c.interval is None:
             return name
-        more = f"; at least {needed} seeds needed" if needed and not self._waits(found) else ""
+        unit = "seeds" if self.study.pool is None else "rounds"
+        more = f"; at least {needed} {unit} needed" if needed and not self._waits(found) else ""
         return f"{name} ({in_words(c.gap, c.interval, c.alpha)}{more})"
 
 

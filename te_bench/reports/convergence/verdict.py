@@ -56,12 +56,16 @@ def judge_study(study: Study, *, margin: float | None = None, alpha: float | Non
     if study.pilot:
         return _of_pilot(study, bar, level)
     judged = _judge_recipes(study, control, bar, level)
-    aa, broken = (
-        None if arm is None else _arm_verdict(study, control, arm, _judge_alone(study, control, arm, bar, level))
-        for arm in (study.aa, study.broken)
-    )
     # What hides a gap is the plan: by a wider margin an early look would decide what the plan has not.
     by_plan = [study.number(name) or asked for name, asked in (("margin", bar), ("alpha", level))]
+    aa, broken = (
+        None
+        if arm is None
+        else _arm_verdict(
+            study, control, arm, *(_judge_alone(study, control, arm, *by) for by in ((bar, level), by_plan))
+        )
+        for arm in (study.aa, study.broken)
+    )
     planned = judged if by_plan == [bar, level] else _judge_recipes(study, control, *by_plan)
     recipes = tuple(_arm_verdict(study, control, arm, judged[arm.name], planned[arm.name]) for arm in study.recipes)
     void = spoilt = why_void(control, aa, broken, bar)
@@ -258,10 +262,8 @@ def _missing_seeds(study: Study, arm: StudyArm) -> str | None:
     """Return a sentence about planned seeds whose pair has no result and did not diverge, or None."""
     planned = study.number("seeds")
     for side in (arm, *study.beside(arm)):
-        lost = {seed: run.row.outcome for seed, run in side.runs.items() if run.final is None and not run.diverged}
-        if lost:
-            said = {"the last evaluation is missing" if outcome == "ok" else outcome for outcome in lost.values()}
-            return f"{side.name} has no result for {named_seeds(lost)} ({', '.join(sorted(said))})"
+        if lost := _no_result(side):
+            return f"{side.name} has no result for {lost[0]} ({lost[1]})"
         faults = study.number("fault_runs") or BROKEN
         wanted = planned if planned is None or side.kind != "broken" else min(planned, faults)
         if wanted is not None and len(side.runs) < wanted:
@@ -271,6 +273,13 @@ def _missing_seeds(study: Study, arm: StudyArm) -> str | None:
         if only:
             return f"{named_seeds(sorted(only))} was run in one of {arm.name} and {side.name} only: pairs need both"
     return None
+
+
+def _no_result(arm: StudyArm) -> tuple[str, str] | None:
+    """Return which seeds of the arm neither ended nor diverged, and what became of them, in words; None if all did."""
+    lost = {seed: run.row.outcome for seed, run in arm.runs.items() if run.final is None and not run.diverged}
+    said = {"the last evaluation is missing" if outcome == "ok" else outcome for outcome in lost.values()}
+    return (named_seeds(lost), ", ".join(sorted(said))) if lost else None
 
 
 def _unfinished(study: Study, arm: StudyArm, judgement: CandidateVerdict) -> str | None:
@@ -287,11 +296,11 @@ def _unfinished(study: Study, arm: StudyArm, judgement: CandidateVerdict) -> str
         )
     if pool_study.why_decided(study, judgement, recipe=arm.kind == "recipe"):
         return None
-    lost = {seed: run.row.outcome for seed, run in arm.runs.items() if run.final is None and not run.diverged}
-    if set(lost.values()) == {"stopped"} and len(arm.runs) >= study.rounds:
-        return None  # a look decided the plan's margin, and this verdict is by a tighter one
     why = f"{arm.name} has {len(arm.finals)} of the {study.rounds} rounds of the plan"
-    return f"{why} ({named_seeds(lost)}: {', '.join(sorted(set(lost.values())))})" if lost else why
+    if len(arm.finals) < study.rounds:
+        return f"{why} ({': '.join(lost)})" if (lost := _no_result(arm)) else why
+    sides = [(side.name, _no_result(side)) for side in (study.control, study.aa) if side is not None]
+    return next((f"{why}, and {name} has no result for {lost[0]} ({lost[1]})" for name, lost in sides if lost), None)
 
 
 def _inconclusive(reason: str, family: int) -> CandidateVerdict:
@@ -309,11 +318,11 @@ def _is_open(
 
 
 def _arm_verdict(
-    study: Study, control: StudyArm, arm: StudyArm, judgement: CandidateVerdict, planned: CandidateVerdict | None = None
+    study: Study, control: StudyArm, arm: StudyArm, judgement: CandidateVerdict, planned: CandidateVerdict
 ) -> ArmVerdict:
-    """Return an arm's verdict; planned: by the plan's margin, if `judgement` may be by another."""
+    """Return an arm's verdict; planned: by the plan's margin and alpha, which `judgement` may not be by."""
     seeds, c, sides = paired_seeds(study, arm), judgement.comparison, study.beside(arm)
-    missing = _missing_seeds(study, arm) if study.pool is None else _unfinished(study, arm, planned or judgement)
+    missing = _missing_seeds(study, arm) if study.pool is None else _unfinished(study, arm, planned)
     if missing and study.judgement and not study.broken_off:
         untold = judgement if judgement.verdict is Verdict.DIVERGED else _inconclusive(missing, judgement.family)
         return ArmVerdict(arm=arm, seeds=seeds, judgement=untold, missing=missing, hidden=True)

@@ -331,6 +331,18 @@ def test_diverged_wins_over_any_losses_and_stays_in_the_family():
     assert found["a"].verdict is Verdict.DIVERGED
 
 
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(("n", "control", "sign"), [(3, 40, 1), (5, 40, 1), (40, 4, -1)])
+def test_a_few_skewed_runs_beside_many_normal_ones_err_no_more_often_than_alpha(n, control, sign):
+    """Exponential runs whose tail is missing look alike: they must not borrow the degrees of freedom of the many."""
+    draw, wrong, count = np.random.default_rng(5), 0, SIMULATIONS // 2
+    for _ in range(count):
+        skewed = [sign * (draw.standard_exponential(min(n, control)) - 1), draw.standard_normal(max(n, control))]
+        candidate, other = skewed if n < control else skewed[::-1]
+        wrong += compare(candidate + 4, other + 3, margin=1, paired=False).claims.non_inferior <= 0.05
+    assert wrong <= at_most(0.05, count)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("n", [3, 9])

@@ -10,7 +10,7 @@ import shutil
 import pytest
 import run_logs
 
-from te_bench.reports.convergence import loss_logs
+from te_bench.reports.convergence import loss_logs, power
 from te_bench.reports.convergence.equivalence import Verdict
 from te_bench.reports.convergence.loss_csv import Losses
 from te_bench.reports.convergence.loss_logs import read_arms
@@ -372,6 +372,19 @@ def test_the_answer_prices_certainty_by_the_spread(two):
     assert list(margins.values()) == sorted(margins.values(), reverse=True)
     low, high = found.comparison.interval_95
     assert low < found.comparison.interval[0] < found.comparison.interval[1] < high
+
+
+def test_the_price_of_seeds_a_side_is_that_of_equally_many_on_both(tmp_path):
+    """Whatever the numbers of these runs: of 5 beside 20 the degrees of freedom are the few runs'."""
+    draw = random.Random(3)
+    few, many = (tmp_path / f"{n}.csv" for n in (5, 20))
+    for path, runs in ((few, 5), (many, 20)):
+        path.write_text("".join(f"{3 + 0.002 * draw.gauss(0, 1):.7f}\n" for _ in range(runs)))
+    found = judge_losses(*read_arms([many], [few]), margin=0.003)
+    margins = {price.seeds: price.margin for price in prices(found)}
+    for seeds in (8, 12, 40):
+        least = power.detectable(se=found.comparison.sd / math.sqrt(seeds), df=2 * seeds - 2)
+        assert margins[seeds] == pytest.approx(least, rel=0.05)
 
 
 def test_empty_event_files_on_both_sides_are_not_the_same_run(tmp_path):

@@ -110,6 +110,17 @@ def test_the_gap_to_expect_of_a_measured_training_is_gpt2_s_share_of_bf16_s_loss
         assert design.run_spread([study], arm_trial("control", 0)).gap == pytest.approx(0.0019 * 3.28, rel=0.01)
 
 
+def test_runs_of_one_seed_that_end_alike_count_as_one_run_in_a_spread(tmp_path: Path) -> None:
+    """Four configurations of seven seeds: 24 degrees of freedom if their runs have nothing in common, and 6 if all."""
+    truth = {**TRUTH, "rowwise_scaling": 0.1}
+    plan = {**JUDGEMENT, "seeds": 7}
+    alike, mixed = (study_of(tmp_path / f"{sd}", study_records(truth, range(7), sd=sd), plan) for sd in (0.0, 0.2))
+    same, apart = (design.run_spread([study], arm_trial("control", 0)) for study in (alike, mixed))
+    assert same.df == pytest.approx(6)
+    assert same.sd == pytest.approx(np.std(list(alike.control.finals.values()), ddof=1))
+    assert 20 < apart.df <= 24
+
+
 def test_neither_a_recipe_s_gap_nor_another_training_s_spread_is_our_spread(tmp_path: Path) -> None:
     truths = [{**TRUTH, "delayed_scaling": gap} for gap in (0.0, 0.5)]
     studies = [[study_of(tmp_path / f"{n}", study_records(one, seeds=range(5)))] for n, one in enumerate(truths)]

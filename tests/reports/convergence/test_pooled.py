@@ -193,6 +193,50 @@ def test_aa_is_held_to_the_control_s_runs_alone():
     assert c.gap == pytest.approx(np.mean(list(one.aa.finals.values())) - np.mean(list(one.control.finals.values())))
 
 
+def test_a_recipe_that_passes_alone_says_so_and_is_not_said_to_be_undistinguished():
+    found = pool_study.judge_recipes(study(np.random.default_rng(0), [0, 0, 3, 0.7]), MARGIN, 0.05, {})
+    alone = [one for one in found.values() if one.comparison.verdict is Verdict.EQUIVALENT is not one.verdict]
+    assert [one.verdict for one in alone] == [Verdict.INCONCLUSIVE]
+    assert alone[0].reason.startswith("EQUIVALENT on its own, not after Holm over 4 candidates: gap +0.")
+
+
+def test_the_rounds_that_aa_needs_are_those_beside_the_control_s_runs_alone():
+    one = study(np.random.default_rng(3), [0], ratio=2, sd=1.2)
+    judged = pool_study.judge_aa(one, MARGIN, 0.05)
+    assert judged.verdict is Verdict.INCONCLUSIVE
+    c, of = judged.comparison, {"share": 0.8, "gap": judged.comparison.gap}
+    assert judged.seeds_needed == pooled.rounds_needed(c.sd / math.sqrt(2), MARGIN, ratio=1, **of)
+    assert judged.seeds_needed > pooled.rounds_needed(c.sd / math.sqrt(2), MARGIN, ratio=2, **of)
+
+
+def test_rounds_that_would_show_a_recipe_not_worse_are_not_spared():
+    """Far below bf16 no round shows EQUIVALENT, and most that follow show NON_INFERIOR."""
+    draw = np.random.default_rng(7)
+    for _ in range(40):
+        whole = study(draw, [-MARGIN], rounds=10, ratio=2, sd=0.55)
+        early = SimpleNamespace(**vars(whole) | {"recipes": (arm("recipe", "r0", [], []),)})
+        early.recipes[0].finals.update({seed: whole.recipes[0].finals[seed] for seed in range(0, 8, 2)})
+        judged = pool_study.judge_recipes(early, MARGIN, 0.05, {})["r0"]
+        if pool_study.why_decided(early, judged, recipe=True):
+            assert judged.verdict is Verdict.NON_INFERIOR
+
+
+def test_a_plan_s_power_with_aa_is_the_share_of_studies_that_pass_and_whose_aa_does(monkeypatch):
+    draw, count = np.random.default_rng(23), 300
+    design = {"rounds": 6, "ratio": 2}
+    said = pooled.power(6, 0.5, MARGIN, ratio=2, recipes=2, with_aa=True)
+    assert said < pooled.power(6, 0.5, MARGIN, ratio=2, recipes=2) - 0.15  # A/A is held to half as many runs
+    for told in ("power", "rounds_needed"):  # beside a verdict, in nine tenths of the time
+        monkeypatch.setattr(pooled, told, lambda *_, **__: None)
+    shown = 0.0
+    for _ in range(count):
+        one = study(draw, [0, 0], sd=0.5, **design)
+        recipes = pool_study.judge_recipes(one, MARGIN, 0.05, {}).values()
+        good = np.mean([judged.verdict is Verdict.EQUIVALENT for judged in recipes])
+        shown += good * (pool_study.judge_aa(one, MARGIN, 0.05).verdict is Verdict.EQUIVALENT) / count
+    assert shown == pytest.approx(said, abs=4 * math.sqrt(said * (1 - said) / count))
+
+
 def test_a_run_that_is_missing_ends_the_rounds_that_are_looked_at():
     one = study(np.random.default_rng(3), [0])
     del one.control.finals[3 * 9]  # of round 9: looks after 5 and 8 rounds stand, the last does not

@@ -13,6 +13,7 @@ from convergence_runs import (
     STEPS,
     TRUTH,
     arm_trial,
+    pool_records,
     run_record,
     study_at,
     study_of,
@@ -230,6 +231,34 @@ def test_two_seeds_that_are_one_run_carry_no_verdict(tmp_path: Path) -> None:
     found = altered(tmp_path, of_rowwise(3), lambda _: first.samples)
     assert by_name(found) == {"delayed scaling": Verdict.EQUIVALENT, "rowwise scaling": Verdict.INCONCLUSIVE}
     assert "seeds 0, 3 ended on the very same loss" in found.recipes[1].judgement.reason
+
+
+@pytest.mark.parametrize(
+    ("sd", "lost", "told"),
+    [
+        (0.0, (), "delayed scaling, seeds 0, 2 ended on the very same loss, 3.281: they are one run"),
+        (
+            2e-3,
+            ("control", 0),
+            "delayed scaling has 8 of the 8 rounds of the plan, and bf16 has no result for seed 0 (",
+        ),
+        (2e-3, ("delayed_scaling", 0), "delayed scaling has 7 of the 8 rounds of the plan (seed 0: oom)"),
+    ],
+)
+def test_a_pool_says_what_it_lacks_for_a_verdict(tmp_path: Path, sd: float, lost: Any, told: str) -> None:
+    """Two runs that are one, or a run that was lost: never that 8 of 8 rounds are not finished."""
+    plan, truth = {**JUDGEMENT, "seeds": 8, "pool": 2}, {**TRUTH, "delayed_scaling": 0.001}
+    records = pool_records(truth, 8, 2, sd=sd, outcomes={lost: "oom"} if lost else {})
+    found = judge_study(study_of(tmp_path / "run", records, plan))
+    assert str(found.reason(found.recipes[0])).startswith(told)
+
+
+def test_more_rounds_of_a_pool_are_said_to_be_rounds(tmp_path: Path) -> None:
+    """A round is several seeds."""
+    records = pool_records({**TRUTH, "delayed_scaling": 0.0025}, 20, 2, sd=0.002)
+    found = judge_study(study_of(tmp_path / "run", records, {**JUDGEMENT, "seeds": 20, "pool": 2}))
+    needed = found.recipes[0].judgement.seeds_needed
+    assert f"; at least {needed} rounds needed)" in found.headline
 
 
 def test_a_gap_far_from_the_others_is_noted(tmp_path: Path) -> None:
