@@ -64,6 +64,12 @@ class Closed(Model):  # a branch that a gate of 0 closes: float64 and every roun
         return super().forward(tokens) + 0 * self.head(self.branch(self.embedding(tokens)))
 
 
+class Frozen(Model):
+    def __init__(self):
+        super().__init__(True)
+        self.blocks[0].requires_grad_(False)
+
+
 class Filled(Model):  # as XGLM, with a number of the dtype's in a tensor of no said dtype
     def __init__(self):
         super().__init__(True)
@@ -103,6 +109,15 @@ def test_blocks_that_are_called_pass(trial_of: Any) -> None:
 def test_gradients_of_nothing_are_no_rounding_that_is_too_small(trial_of: Any) -> None:
     trial = replace(trial_of("Closed"), precision="fp8", recipe="float8_current_scaling")
     assert train_step.run(trial, Context()).work["ran"]["gemm_fp8"]
+
+
+def test_a_step_that_trains_what_the_model_keeps_frozen_fails_though_nothing_clips(trial_of, monkeypatch):
+    trial = trial_of("Frozen").with_(grad_clip=0.0)
+    assert adopted_step.begin(trial, *train_step.random_batches(trial)[0])[1]["quantities"]
+    made = trial_model.model_of
+    monkeypatch.setattr(trial_model, "model_of", lambda trial: made(trial).requires_grad_(True))
+    with pytest.raises(CheckFailed, match=r"^grad module\.blocks\.0\.\w+\.\w+, which has none: error"):
+        adopted_step.begin(trial, *train_step.random_batches(trial)[0])
 
 
 def test_what_a_model_makes_without_a_dtype_goes_to_float64_with_it(trial_of: Any) -> None:
