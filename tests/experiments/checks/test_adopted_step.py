@@ -206,22 +206,23 @@ APERTUS = {"model_type": "apertus", "architectures": ["ApertusForCausalLM"], "nu
 DIFFLLAMA = {**SIZES, "model_type": "diffllama", "architectures": ["DiffLlamaForCausalLM"], "num_hidden_layers": 2}
 
 
-def of_config(folder: Path, config: dict[str, Any], precision: str) -> Trial:
+def of_config(folder: Path, config: dict[str, Any], precision: str, seed: int = 0) -> Trial:
     pytest.importorskip("transformers")
     (folder / "config.json").write_text(json.dumps({**TOKENS, **config}))
     model = adoptee(Options(device="cpu", model=str(folder)))
     problem = {"batch": 4, "block": 24, "vocab": 64, "padded_vocab": 64, "grad_clip": 0.0, **model.source.settings}
-    return Trial(workload="train_step", device="cpu", problem=problem, attention=OWN_ATTENTION, precision=precision)
+    how: dict[str, Any] = {"attention": OWN_ATTENTION, "precision": precision, "seed": seed}
+    return Trial(workload="train_step", device="cpu", problem=problem, **how)
 
 
 @pytest.mark.usefixtures("asked_here")
 @pytest.mark.parametrize(
-    ("config", "precision"),
-    [(APERTUS, "bf16"), (APERTUS, "fp32"), (DIFFLLAMA, "bf16")],
+    ("config", "precision", "seed"),
+    [(APERTUS, "bf16", 0), (APERTUS, "fp32", 0), *((DIFFLLAMA, "bf16", seed) for seed in range(4))],
 )
-def test_gradients_of_few_numbers_are_held_to_many_passes_of_the_yardstick(config, precision, tmp_path):
+def test_gradients_of_few_numbers_are_held_to_many_passes_of_the_yardstick(config, precision, seed, tmp_path):
     """One pass does not tell how far rounding moves one number, or many that err as one."""
-    trial = of_config(tmp_path, config, precision)
+    trial = of_config(tmp_path, config, precision, seed)
     assert adopted_step.begin(trial, *train_step.random_batches(trial)[0])[1]["quantities"]
 
 
