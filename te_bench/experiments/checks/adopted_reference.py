@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from te_bench.experiments import trial_model
-from te_bench.experiments.checks import large, routes
+from te_bench.experiments.checks import constants, large, routes
 from te_bench.experiments.checks.fp8_emulation import emulate
 from te_bench.experiments.checks.function_modes import AsFused, Doubled
 from te_bench.experiments.checks.gradients import HEAD_SCALE, UNFUSED, Gradients
@@ -18,6 +18,7 @@ from te_bench.experiments.spec import OWN_ATTENTION, Trial
 from te_bench.models import grouped_gemm
 from te_bench.models import recipe as recipes
 from te_bench.models.adopted import Adopted
+from te_bench.training.parallel import SINGLE
 from te_bench.training.step import TrainStep
 
 CHANGES = ("parts", "rival", "checkpointing")  # changes of the model that the references go without
@@ -34,6 +35,11 @@ def model_of(step: TrainStep) -> Adopted:
     return step.model
 
 
+def turned_of(step: TrainStep) -> list[str]:
+    """Return the names of weights that lie the other way round: those of converted Conv1Ds."""
+    return [f"{name}.weight" for name, before in model_of(step).converted.items() if before == "Conv1D"]
+
+
 def reference(
     trial: Trial,
     step: TrainStep,
@@ -46,6 +52,7 @@ def reference(
 ) -> Gradients:
     """Return loss and gradients of the same module from the same weights, in float64 or as the yardstick at `precision`.
 
+    The step's weights that begin alike are moved (checks.constants), unless it is over several ranks.
     parts: computes what is large by parts. float64 comes first and finds out whether anything is. taken: what the step
     chose. moved: unless 0, every weight is moved by less than one step of the arithmetic, as this number draws, which
     rounds all afresh.
@@ -55,8 +62,9 @@ def reference(
     plain = dataclasses.replace(trial, attention=OWN_ATTENTION, recipe=None, precision="fp32" if exact else precision)
     plain = dataclasses.replace(plain, problem=as_it_is)
     model = trial_model.adopted_of(plain, kernel="math")
-    converted = model_of(step).converted
-    turned = [f"{name}.weight" for name, before in converted.items() if before == "Conv1D"]
+    converted, turned = model_of(step).converted, turned_of(step)
+    if step.parallel is SINGLE:
+        constants.move(model, trial.seed, leave=turned)
     _require_same_weights(model, step, turned)
     if moved:
         _move(model, STEP[trial.precision], seed=trial.seed << 8 | moved)

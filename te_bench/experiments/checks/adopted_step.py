@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from te_bench.experiments import trial_model
-from te_bench.experiments.checks import large, rounding, routes, update
-from te_bench.experiments.checks.adopted_reference import model_of, reference
+from te_bench.experiments.checks import constants, large, rounding, routes, update
+from te_bench.experiments.checks.adopted_reference import model_of, reference, turned_of
 from te_bench.experiments.checks.function_modes import Kinks
 from te_bench.experiments.checks.gradients import (
     EMULATION,
@@ -143,11 +143,14 @@ def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[
     with kinks:
         first_pass(trial, step, inputs, targets)
     _require_many_at_kinks(trial, kinks, targets.numel(), trial_model.optim_of(trial).accumulate)
-    quantities = over_batches(
-        _quantities(trial, step, inputs, targets, kinks),
-        step,
-        lambda number: _quantities(trial, step, *another_batch(trial, number, len(inputs)), kinks),
-    )
+    # What is timed goes on with these scales.
+    settle(trial.recipe, lambda: step.gradients(inputs, targets, records=True))
+    with constants.moved(step, trial.seed, leave=turned_of(step)):
+        quantities = over_batches(
+            _quantities(trial, step, inputs, targets, kinks),
+            step,
+            lambda number: _quantities(trial, step, *another_batch(trial, number, len(inputs)), kinks),
+        )
     p = StepProblem.of(trial)
     words = ["math attention", "fp64", "same weights"]
     words += ["without dropout"] if not own else []

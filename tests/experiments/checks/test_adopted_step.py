@@ -70,6 +70,24 @@ class Frozen(Model):
         self.blocks[0].requires_grad_(False)
 
 
+class Adapted(nn.Module):  # as LoRA begins: nothing reaches the first weight, for the last is zero
+    def __init__(self, whole):
+        super().__init__()
+        self.whole, self.scale = whole.requires_grad_(False), nn.Parameter(torch.ones(64))
+        self.first, self.last = nn.Linear(32, 4, bias=False), nn.Linear(4, 64, bias=False)
+        nn.init.zeros_(self.last.weight)
+
+    def forward(self, x):
+        return self.scale * self.whole(x) + self.last(self.first(x))
+
+
+def adapted():
+    model = Model(True)
+    for block in model.blocks:
+        block.up = Adapted(block.up)
+    return model
+
+
 class Filled(Model):  # as XGLM, with a number of the dtype's in a tensor of no said dtype
     def __init__(self):
         super().__init__(True)
@@ -118,6 +136,44 @@ def test_a_step_that_trains_what_the_model_keeps_frozen_fails_though_nothing_cli
     monkeypatch.setattr(trial_model, "model_of", lambda trial: made(trial).requires_grad_(True))
     with pytest.raises(CheckFailed, match=r"^grad module\.blocks\.0\.\w+\.\w+, which has none: error"):
         adopted_step.begin(trial, *train_step.random_batches(trial)[0])
+
+
+def without_its_scale(up: Any) -> None:
+    """The output is not multiplied by the scale, which begins with ones; its gradient is right."""
+
+    def forward(x: Any) -> Any:
+        y = up.whole(x)
+        return y + y.detach() * (up.scale - up.scale.detach()) + up.last(up.first(x))
+
+    up.forward = forward
+
+
+def five_times_the_gradient(up: Any) -> None:
+    up.first.weight.register_hook(lambda gradient: 5 * gradient)
+
+
+@pytest.mark.parametrize("fault", [None, without_its_scale, five_times_the_gradient])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_is_wrong_but_for_weights_of_ones_or_zeros_fails(fault, precision, trial_of, monkeypatch):
+    """No step trains with such weights after its first update."""
+    trial = replace(trial_of("adapted").with_(checkpointing=None), precision=precision)
+    made, begun = trial_model.step_of, []
+
+    def step_of(trial: Trial) -> TrainStep:
+        step = made(trial)
+        begun.extend(p.detach().clone() for p in step.model.parameters())
+        if fault is not None:
+            fault(step.model.get_submodule("module.blocks.0.up"))
+        return step
+
+    monkeypatch.setattr(trial_model, "step_of", step_of)
+    batch = train_step.random_batches(trial)[0]
+    if fault is None:
+        step, _ = adopted_step.begin(trial, *batch)
+        assert all(map(torch.equal, step.model.parameters(), begun))
+    else:
+        with pytest.raises(CheckFailed, match=r"^grad module"):
+            adopted_step.begin(trial, *batch)
 
 
 def test_what_a_model_makes_without_a_dtype_goes_to_float64_with_it(trial_of: Any) -> None:
@@ -230,7 +286,7 @@ FAULTS: dict[str, Any] = {
     "mlp.act_fn.alpha_n": lambda gradient: -gradient,
     "mlp.up_proj.weight": lambda gradient: 1.05 * gradient,
     "self_attn.lambda_q1": lambda gradient: gradient.roll(1),
-    "input_layernorm.weight": lambda gradient: gradient.index_fill(0, torch.tensor([3]), 0.0),
+    "input_layernorm.weight": lambda gradient: gradient.index_fill(0, torch.tensor([5]), 0.0),  # of 3 little is known
 }
 
 
