@@ -20,6 +20,7 @@ from te_bench.models import recipe as recipes
 from te_bench.models.adopted import Adopted
 from te_bench.training.parallel import SINGLE
 from te_bench.training.step import TrainStep
+from te_bench.training.undisturbed import buffers_kept
 
 CHANGES = ("parts", "rival", "checkpointing")  # changes of the model that the references go without
 #: Relative difference of two float32 losses that are one: sums in another order differ by less; gradients show less noise.
@@ -143,7 +144,8 @@ def _require_same_loss(model: Adopted, inputs: Tensor, targets: Tensor, parts: l
         found, one = [], slice(attempt % len(inputs), attempt % len(inputs) + 1)
         for seed in (2 * attempt, 2 * attempt + 1):
             torch.manual_seed(seed)
-            found.append(model(inputs[one], targets[one]).item())
+            with buffers_kept(model):
+                found.append(model(inputs[one], targets[one]).item())
         return found
 
     with (
@@ -158,10 +160,16 @@ def _require_same_loss(model: Adopted, inputs: Tensor, targets: Tensor, parts: l
         while drawn and _same(*losses) and attempt < DRAWS:
             losses, attempt = losses_of(attempt), attempt + 1
     if not _same(*losses):
-        raise Unsupported(
-            f"one batch has the loss {losses[0]:.6g} and then {losses[1]:.6g}: the model has something random that te-bench "
-            "cannot turn off (dropout with a rate in the code, noise), which no check can follow; take it out"
+        random = (
+            "the model has something random that te-bench cannot turn off (dropout with a rate in the code, noise), "
+            "which no check can follow; take it out"
         )
+        changing = (
+            "a pass changes what the next one computes (a counter, a list), or draws by a generator that is not torch's; "
+            "keep it in a buffer, or take it out"
+        )
+        said = f"one batch has the loss {losses[0]:.6g} and then {losses[1]:.6g}"
+        raise Unsupported(f"{said}: {random if drawn else changing}")
 
 
 def _same(a: float, b: float) -> bool:

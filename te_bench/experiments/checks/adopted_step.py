@@ -41,6 +41,7 @@ from te_bench.models.checkpointing import blocks_of
 from te_bench.training import compiled_blocks
 from te_bench.training.parallel import SINGLE
 from te_bench.training.step import CannotCapture, TrainStep, autocast
+from te_bench.training.undisturbed import buffers_kept
 
 #: Fewest targets of a batch in FP8: with 2 images 5 of 12 right steps of a ViT failed, with 8 none of 16. With few targets
 #: one rounding moves every gradient after it, and the check takes rows to err independently.
@@ -140,11 +141,10 @@ def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[
         trial = trial.with_(dropout=0.0)
         step = trial_model.step_of(trial)
     kinks = Kinks()
-    with kinks:
+    with kinks, buffers_kept(step.model):
         first_pass(trial, step, inputs, targets)
     _require_many_at_kinks(trial, kinks, targets.numel(), trial_model.optim_of(trial).accumulate)
-    # What is timed goes on with these scales.
-    settle(trial.recipe, lambda: step.gradients(inputs, targets, records=True))
+    _settle(trial, step, inputs, targets)  # what is timed goes on with these scales
     with constants.moved(step, trial.seed, leave=turned_of(step)):
         quantities = over_batches(
             _quantities(trial, step, inputs, targets, kinks),
@@ -161,9 +161,19 @@ def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[
     return step, check, own
 
 
+def _settle(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor) -> None:
+    """Settle the scales by passes that each begin with the buffers that the references have."""
+
+    def once() -> None:
+        with buffers_kept(step.model):
+            step.gradients(inputs, targets, records=True)
+
+    settle(trial.recipe, once)
+
+
 def _quantities(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, kinks: Kinks) -> list[Quantity]:
     """Compare loss and gradients of one batch with float64's, by the limits that the yardstick's errors set."""
-    settle(trial.recipe, lambda: step.gradients(inputs, targets, records=True))
+    _settle(trial, step, inputs, targets)
     ours, taken = _pass(trial, step, inputs, targets, chooses="topk" in kinks.found)
     parts = large.ByParts()
     truth = reference(trial, step, inputs, targets, "fp64", parts, taken)

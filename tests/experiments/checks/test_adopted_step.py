@@ -88,6 +88,23 @@ def adapted():
     return model
 
 
+class Counting(Model):  # as spectral_norm: each pass changes a buffer that it computes by
+    def __init__(self):
+        super().__init__(True)
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, tokens):
+        self.passes += 1
+        return super().forward(tokens) * (1 - 0.5**self.passes)
+
+
+class CountingAside(Counting):
+    def __init__(self):
+        super().__init__()
+        del self.passes
+        self.passes = 0
+
+
 class Filled(Model):  # as XGLM, with a number of the dtype's in a tensor of no said dtype
     def __init__(self):
         super().__init__(True)
@@ -174,6 +191,23 @@ def test_what_is_wrong_but_for_weights_of_ones_or_zeros_fails(fault, precision, 
     else:
         with pytest.raises(CheckFailed, match=r"^grad module"):
             adopted_step.begin(trial, *batch)
+
+
+@pytest.mark.parametrize(
+    ("precision", "recipe", "accumulate"), [("fp32", None, 2), ("bf16", None, 1), ("fp8", "delayed_scaling", 1)]
+)
+def test_a_buffer_that_passes_change_is_the_step_s_and_the_references(precision, recipe, accumulate, trial_of) -> None:
+    how = {"checkpointing": None, "accumulate": accumulate, "batch": 4}
+    trial = replace(trial_of("Counting").with_(**how), precision=precision, recipe=recipe)
+    step, check = adopted_step.begin(trial, *train_step.random_batches(trial)[0])
+    assert check["quantities"]
+    assert step.model.get_buffer("module.passes") == 0
+
+
+def test_a_counter_that_is_no_buffer_is_not_said_to_be_random(trial_of: Any) -> None:
+    trial = trial_of("CountingAside")
+    with pytest.raises(Unsupported, match=r"a pass changes what the next one computes \(a counter, a list\)"):
+        adopted_step.begin(trial, *train_step.random_batches(trial)[0])
 
 
 def test_what_a_model_makes_without_a_dtype_goes_to_float64_with_it(trial_of: Any) -> None:
