@@ -625,6 +625,27 @@ def test_a_model_that_goes_to_a_gpu_by_itself_is_refused(tmp_path: Path) -> None
         probe.find_out(source, 8)
 
 
+@pytest.mark.parametrize("recipe_name", [None, "float8_current_scaling"])
+def test_a_module_that_its_factory_casts_to_bfloat16_is_checked(recipe_name: str | None, monkeypatch: Any) -> None:
+    """Weights without memory cannot be cast, and float64 begins with the weights as they are."""
+    trial = step(of("in_bfloat16"), precision="bf16", recipe=recipe_name)
+    assert check(trial)["quantities"]
+    usual = TrainStep.gradients
+
+    def scaled(self: TrainStep, *batch: Any, **how: Any) -> Any:
+        loss, found = usual(self, *batch, **how)
+        return loss, found | {"module.head.weight": 1.2 * found["module.head.weight"]}
+
+    monkeypatch.setattr(TrainStep, "gradients", scaled)
+    with pytest.raises(CheckFailed, match=r"head\.weight"):
+        check(trial)
+
+
+def test_a_model_with_sparse_gradients_is_refused() -> None:
+    with pytest.raises(ValueError, match="own:sparse: embedding gives sparse gradients, which AdamW does not take"):
+        probe.find_out(of("sparse"), 8)
+
+
 def test_a_constant_that_does_not_go_to_float64_with_its_module_is_named() -> None:
     assert probe.find_out(of("constant_in_a_list"), 8).parameters == 64 * 16 + 16 * 64 + 64
     with pytest.raises(Unsupported, match=r"its pass in float64.*; keep every tensor as a parameter or a buffer"):

@@ -60,8 +60,7 @@ def reference(
     """
     exact = precision == "fp64"
     as_it_is = {name: value for name, value in trial.problem.items() if name not in CHANGES}
-    plain = dataclasses.replace(trial, attention=OWN_ATTENTION, recipe=None, precision="fp32" if exact else precision)
-    plain = dataclasses.replace(plain, problem=as_it_is)
+    plain = dataclasses.replace(trial, attention=OWN_ATTENTION, recipe=None, problem=as_it_is)
     model = trial_model.adopted_of(plain, kernel="math")
     converted, turned = model_of(step).converted, turned_of(step)
     if step.parallel is SINGLE:
