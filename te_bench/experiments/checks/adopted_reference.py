@@ -58,10 +58,7 @@ def reference(
     chose. moved: unless 0, every weight is moved by less than one step of the arithmetic, as this number draws, which
     rounds all afresh.
     """
-    exact = precision == "fp64"
-    as_it_is = {name: value for name, value in trial.problem.items() if name not in CHANGES}
-    plain = dataclasses.replace(trial, attention=OWN_ATTENTION, recipe=None, problem=as_it_is)
-    model = trial_model.adopted_of(plain, kernel="math")
+    exact, model = precision == "fp64", _plain(trial)
     converted, turned = model_of(step).converted, turned_of(step)
     if step.parallel is SINGLE:
         constants.move(model, trial.seed, leave=turned)
@@ -102,6 +99,24 @@ def reference(
     if exact or trial.recipe is None:  # a converted Conv1D's weight lies the other way round
         found = found._replace(of={n: g.t() if n in turned else g for n, g in found.of.items()})
     return found
+
+
+def _plain(trial: Trial) -> Adopted:
+    """Return the module as the user's code makes it."""
+    as_it_is = {name: value for name, value in trial.problem.items() if name not in CHANGES}
+    plain = dataclasses.replace(trial, attention=OWN_ATTENTION, recipe=None, problem=as_it_is)
+    return trial_model.adopted_of(plain, kernel="math")
+
+
+def draws(trial: Trial, inputs: Tensor, targets: Tensor) -> bool:
+    """Whether a forward pass of the module finds another loss by another seed."""
+    model, losses = _plain(trial), list[float]()
+    with torch.no_grad(), model.autocast():
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            with buffers_kept(model):
+                losses.append(model(inputs[:1], targets[:1]).item())
+    return not _same(*losses)
 
 
 def _in_half_precision(norm: nn.Module) -> None:

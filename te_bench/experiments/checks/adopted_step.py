@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from te_bench.experiments import trial_model
-from te_bench.experiments.checks import constants, large, rounding, routes, update
-from te_bench.experiments.checks.adopted_reference import model_of, reference, turned_of
+from te_bench.experiments.checks import constants, large, rounding, routes, seeds, update
+from te_bench.experiments.checks.adopted_reference import draws, model_of, reference, turned_of
 from te_bench.experiments.checks.function_modes import Kinks
 from te_bench.experiments.checks.gradients import (
     EMULATION,
@@ -31,7 +31,7 @@ from te_bench.experiments.checks.gradients import (
 from te_bench.experiments.checks.quantity import Quantity, judge, relative_error
 from te_bench.experiments.checks.tolerances import FACTOR, FLOOR, NOISE_FACTOR
 from te_bench.experiments.instruments import memory
-from te_bench.experiments.measurement import Unsupported
+from te_bench.experiments.measurement import CheckFailed, Unsupported
 from te_bench.experiments.problems import StepProblem, world_of
 from te_bench.experiments.spec import OWN_ATTENTION, Trial
 from te_bench.models import adopted
@@ -91,7 +91,18 @@ def begin(trial: Trial, inputs: Tensor, targets: Tensor) -> tuple[TrainStep, dic
         _forget(trial)
         step = trial_model.step_of(trial)
         first_pass(trial, step, inputs, targets)
+        if not own and step.parallel is SINGLE:
+            _require_masks(trial, step, inputs, targets)
     return step, check
+
+
+def _require_masks(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor) -> None:
+    """Raise CheckFailed for a step without the dropout that the module draws. It may have a rate that no pass uses."""
+    try:
+        seeds.require_masks(step, trial.seed, inputs, targets)
+    except CheckFailed:
+        if draws(trial, inputs, targets):
+            raise
 
 
 def _forget(trial: Trial) -> None:

@@ -35,6 +35,7 @@ from te_bench.models import recipe as recipes
 from te_bench.models.configs import Shape
 from te_bench.models.recipe import Float8CurrentScaling
 from te_bench.training.evaluation import evaluate
+from te_bench.training.parallel import SINGLE
 from te_bench.training.step import Optim, TrainStep
 from te_bench.training.undisturbed import undisturbed
 
@@ -73,6 +74,8 @@ def begin(trial: Trial, tokens: Tensor, targets: Tensor) -> tuple[TrainStep, dic
         torch._dynamo.reset()
         memory.reset(trial.device)
         step = trial_model.step_of(trial)
+    if trial_model.config_of(trial).dropout and step.parallel is SINGLE:
+        seeds.require_masks(step, trial.seed, tokens, targets)
     return step, check
 
 

@@ -105,6 +105,20 @@ class CountingAside(Counting):
         self.passes = 0
 
 
+class Dropped(Model):
+    def __init__(self, used=True):
+        super().__init__(True)
+        self.dropout, self.used = nn.Dropout(0.1), used
+
+    def forward(self, tokens):
+        x = super().forward(tokens)
+        return self.dropout(x) if self.used else x
+
+
+def with_idle_dropout():
+    return Dropped(False)
+
+
 class Filled(Model):  # as XGLM, with a number of the dtype's in a tensor of no said dtype
     def __init__(self):
         super().__init__(True)
@@ -208,6 +222,25 @@ def test_a_counter_that_is_no_buffer_is_not_said_to_be_random(trial_of: Any) -> 
     trial = trial_of("CountingAside")
     with pytest.raises(Unsupported, match=r"a pass changes what the next one computes \(a counter, a list\)"):
         adopted_step.begin(trial, *train_step.random_batches(trial)[0])
+
+
+def test_a_step_that_lost_its_model_s_dropout_fails_and_dropout_that_no_pass_uses_is_none(trial_of, monkeypatch):
+    for factory in ("Dropped", "with_idle_dropout"):
+        trial = trial_of(factory)
+        step, _ = adopted_step.begin(trial, *train_step.random_batches(trial)[0])
+        assert step.model.has_dropout
+    made = trial_model.model_of
+
+    def without(trial: Trial) -> Any:
+        model = made(trial)
+        model.get_submodule("module").dropout = torch.nn.Identity()
+        return model
+
+    monkeypatch.setattr(trial_model, "model_of", without)
+    trial = trial_of("Dropped")
+    with pytest.raises(CheckFailed, match="the masks of dropout do not depend on the seed 0"):
+        adopted_step.begin(trial, *train_step.random_batches(trial)[0])
+    adopted_step.begin(trial_of("with_idle_dropout"), *train_step.random_batches(trial)[0])
 
 
 def test_what_a_model_makes_without_a_dtype_goes_to_float64_with_it(trial_of: Any) -> None:
