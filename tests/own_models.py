@@ -204,6 +204,16 @@ def on_a_gpu_by_torch_with_cuda():
     raise RuntimeError("_apply(): Couldn't swap Embedding.weight")  # torch 2.11 with CUDA, of weights without memory
 
 
+def in_bfloat16():
+    return Model().to(torch.bfloat16)
+
+
+def sparse():
+    model = Model()
+    model.embedding = nn.Embedding(64, 32, sparse=True)
+    return model
+
+
 def exits():
     raise SystemExit(3)
 

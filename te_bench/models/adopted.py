@@ -103,6 +103,11 @@ def make(source: Source, *, attention: str, device: str, seed: int = 0, layers: 
         module = module.to(device)
     if not any(p.requires_grad for p in module.parameters()):
         raise Refused(f"{source.model}: it has no weights that are trained")
+    tables = [(name, m) for name, m in module.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    if sparse := [name for name, table in tables if table.sparse]:
+        raise Refused(
+            f"{source.model}: {sparse[0]} gives sparse gradients, which AdamW does not take: leave sparse=True out"
+        )
     judge = None if source.loss is None else judged(source.loss, _function(source.loss))
     unknown = f"{source.model}: te-bench does not know how to feed {type(module).__name__}: give --inputs and --loss"
     family, forward = families.calling(source.model, module, judge, unknown)
@@ -199,6 +204,7 @@ def called(path: str, function: Any, *arguments: Any, doing: str = "it", **named
     except (ModuleNotFoundError, torch.OutOfMemoryError, MemoryError, KeyboardInterrupt, *UNIMAGINABLE):
         raise
     except (Exception, SystemExit) as error:
+        _raise_if_unimaginable(error)
         if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):  # torch: no class of its own
             raise MemoryError(f"{path}: {doing} ran out of memory: {TOO_LARGE}") from None
         raise Refused(f"{path}: {doing} raised {_told(error)}") from error
@@ -253,10 +259,15 @@ def a_pass(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     try:
         loss: Tensor = model(inputs, targets)
     except RuntimeError as error:
-        if "Couldn't swap" in str(error):
-            raise UnsupportedFakeTensorException(str(error)) from error
+        _raise_if_unimaginable(error)
         raise
     return loss
+
+
+def _raise_if_unimaginable(error: BaseException) -> None:
+    """Raise one of UNIMAGINABLE for torch's error of a module without memory that is cast, as by `.to(torch.bfloat16)`."""
+    if "Couldn't swap" in str(error) and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        raise UnsupportedFakeTensorException(str(error)) from error
 
 
 def without_memory(source: Source, work: Callable[[], T], otherwise: Callable[[], T] | None = None) -> T:

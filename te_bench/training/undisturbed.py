@@ -1,7 +1,7 @@
 """Passes that leave no trace in a model."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -16,21 +16,33 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     Delayed scaling keeps its largest amax for 1,024 steps: a training would go on with that of batches it never saw.
     """
     modules = [module for module in model.modules() if isinstance(module, Fp8Module)]
-    changed = [*model.buffers(), *(tensor for module in modules for tensor in module.written())]
-    changed = [tensor for tensor in changed if not tensor.is_meta and not _expanded(tensor)]
-    saved = [tensor.clone() for tensor in changed]
     new = [(module, module.recipe_state()) for module in modules if not module.written()]
     device = next(model.parameters()).device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    changed = [*model.buffers(), *(tensor for module in modules for tensor in module.written())]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), _put_back(changed):
         try:
             yield
         finally:
-            with torch.no_grad():
-                for tensor, value in zip(changed, saved, strict=True):
-                    tensor.copy_(value)
             for module, loaded in new:
                 if module.written():  # what it keeps is made in the first pass
                     module.begin_recipe_state(loaded)
+
+
+def buffers_kept(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Put back the buffers alone, as a running mean that the next pass would compute by."""
+    return _put_back(model.buffers())
+
+
+@contextlib.contextmanager
+def _put_back(changed: Iterable[torch.Tensor]) -> Iterator[None]:
+    kept = [tensor for tensor in changed if not tensor.is_meta and not _expanded(tensor)]
+    saved = [tensor.clone() for tensor in kept]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(kept, saved, strict=True):
+                tensor.copy_(value)
 
 
 def _expanded(tensor: torch.Tensor) -> bool:

@@ -470,11 +470,11 @@ WHISPER = {
 
 
 def test_a_ratio_to_fp8_s_emulation_that_is_beyond_by_chance_is_asked_of_more_batches(tmp_path: Path) -> None:
-    """Of this seed's first batch it is 1.17, of the second and third 0.96 and 0.97."""
+    """Of this seed's first batch it is 1.21, of the second and third 1.04."""
     layers = {"num_layers": 2, "num_decoder_layers": 2, "vocab_size": 512, "dropout_rate": 0.0}
     trial = step(of_config(T5 | layers, tmp_path), recipe="float8_current_scaling")
     changes = {"block": 64, "vocab": 512, "padded_vocab": 512, "grad_clip": 1.0}
-    found = check(dataclasses.replace(trial, seed=35, problem={**trial.problem, **changes}))
+    found = check(dataclasses.replace(trial, seed=42, problem={**trial.problem, **changes}))
     (ratio,) = (q for q in found["quantities"] if q["name"].startswith("grad, ratio to FP8 emulation"))
     assert ratio["name"].endswith(", of 3 batches")
     assert 0.9 < ratio["error"] < 1.1 < ratio["limit"]
@@ -623,6 +623,27 @@ def test_a_model_that_goes_to_a_gpu_by_itself_is_refused(tmp_path: Path) -> None
     assert source is not None
     with pytest.raises(ValueError, match=r"early:make: importing early raised .*Leave it to te-bench"):
         probe.find_out(source, 8)
+
+
+@pytest.mark.parametrize("recipe_name", [None, "float8_current_scaling"])
+def test_a_module_that_its_factory_casts_to_bfloat16_is_checked(recipe_name: str | None, monkeypatch: Any) -> None:
+    """Weights without memory cannot be cast, and float64 begins with the weights as they are."""
+    trial = step(of("in_bfloat16"), precision="bf16", recipe=recipe_name)
+    assert check(trial)["quantities"]
+    usual = TrainStep.gradients
+
+    def scaled(self: TrainStep, *batch: Any, **how: Any) -> Any:
+        loss, found = usual(self, *batch, **how)
+        return loss, found | {"module.head.weight": 1.2 * found["module.head.weight"]}
+
+    monkeypatch.setattr(TrainStep, "gradients", scaled)
+    with pytest.raises(CheckFailed, match=r"head\.weight"):
+        check(trial)
+
+
+def test_a_model_with_sparse_gradients_is_refused() -> None:
+    with pytest.raises(ValueError, match="own:sparse: embedding gives sparse gradients, which AdamW does not take"):
+        probe.find_out(of("sparse"), 8)
 
 
 def test_a_constant_that_does_not_go_to_float64_with_its_module_is_named() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from te_bench.experiments import trial_model
-from te_bench.experiments.checks import large, routes
+from te_bench.experiments.checks import constants, large, routes
 from te_bench.experiments.checks.fp8_emulation import emulate
 from te_bench.experiments.checks.function_modes import AsFused, Doubled
 from te_bench.experiments.checks.gradients import HEAD_SCALE, UNFUSED, Gradients
@@ -18,7 +18,9 @@ from te_bench.experiments.spec import OWN_ATTENTION, Trial
 from te_bench.models import grouped_gemm
 from te_bench.models import recipe as recipes
 from te_bench.models.adopted import Adopted
+from te_bench.training.parallel import SINGLE
 from te_bench.training.step import TrainStep
+from te_bench.training.undisturbed import buffers_kept
 
 CHANGES = ("parts", "rival", "checkpointing")  # changes of the model that the references go without
 #: Relative difference of two float32 losses that are one: sums in another order differ by less; gradients show less noise.
@@ -34,6 +36,11 @@ def model_of(step: TrainStep) -> Adopted:
     return step.model
 
 
+def turned_of(step: TrainStep) -> list[str]:
+    """Return the names of weights that lie the other way round: those of converted Conv1Ds."""
+    return [f"{name}.weight" for name, before in model_of(step).converted.items() if before == "Conv1D"]
+
+
 def reference(
     trial: Trial,
     step: TrainStep,
@@ -46,17 +53,15 @@ def reference(
 ) -> Gradients:
     """Return loss and gradients of the same module from the same weights, in float64 or as the yardstick at `precision`.
 
+    The step's weights that begin alike are moved (checks.constants), unless it is over several ranks.
     parts: computes what is large by parts. float64 comes first and finds out whether anything is. taken: what the step
     chose. moved: unless 0, every weight is moved by less than one step of the arithmetic, as this number draws, which
     rounds all afresh.
     """
-    exact = precision == "fp64"
-    as_it_is = {name: value for name, value in trial.problem.items() if name not in CHANGES}
-    plain = dataclasses.replace(trial, attention=OWN_ATTENTION, recipe=None, precision="fp32" if exact else precision)
-    plain = dataclasses.replace(plain, problem=as_it_is)
-    model = trial_model.adopted_of(plain, kernel="math")
-    converted = model_of(step).converted
-    turned = [f"{name}.weight" for name, before in converted.items() if before == "Conv1D"]
+    exact, model = precision == "fp64", _plain(trial)
+    converted, turned = model_of(step).converted, turned_of(step)
+    if step.parallel is SINGLE:
+        constants.move(model, trial.seed, leave=turned)
     _require_same_weights(model, step, turned)
     if moved:
         _move(model, STEP[trial.precision], seed=trial.seed << 8 | moved)
@@ -94,6 +99,24 @@ def reference(
     if exact or trial.recipe is None:  # a converted Conv1D's weight lies the other way round
         found = found._replace(of={n: g.t() if n in turned else g for n, g in found.of.items()})
     return found
+
+
+def _plain(trial: Trial) -> Adopted:
+    """Return the module as the user's code makes it."""
+    as_it_is = {name: value for name, value in trial.problem.items() if name not in CHANGES}
+    plain = dataclasses.replace(trial, attention=OWN_ATTENTION, recipe=None, problem=as_it_is)
+    return trial_model.adopted_of(plain, kernel="math")
+
+
+def draws(trial: Trial, inputs: Tensor, targets: Tensor) -> bool:
+    """Whether a forward pass of the module finds another loss by another seed."""
+    model, losses = _plain(trial), list[float]()
+    with torch.no_grad(), model.autocast():
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            with buffers_kept(model):
+                losses.append(model(inputs[:1], targets[:1]).item())
+    return not _same(*losses)
 
 
 def _in_half_precision(norm: nn.Module) -> None:
@@ -135,7 +158,8 @@ def _require_same_loss(model: Adopted, inputs: Tensor, targets: Tensor, parts: l
         found, one = [], slice(attempt % len(inputs), attempt % len(inputs) + 1)
         for seed in (2 * attempt, 2 * attempt + 1):
             torch.manual_seed(seed)
-            found.append(model(inputs[one], targets[one]).item())
+            with buffers_kept(model):
+                found.append(model(inputs[one], targets[one]).item())
         return found
 
     with (
@@ -150,10 +174,16 @@ def _require_same_loss(model: Adopted, inputs: Tensor, targets: Tensor, parts: l
         while drawn and _same(*losses) and attempt < DRAWS:
             losses, attempt = losses_of(attempt), attempt + 1
     if not _same(*losses):
-        raise Unsupported(
-            f"one batch has the loss {losses[0]:.6g} and then {losses[1]:.6g}: the model has something random that te-bench "
-            "cannot turn off (dropout with a rate in the code, noise), which no check can follow; take it out"
+        random = (
+            "the model has something random that te-bench cannot turn off (dropout with a rate in the code, noise), "
+            "which no check can follow; take it out"
         )
+        changing = (
+            "a pass changes what the next one computes (a counter, a list), or draws by a generator that is not torch's; "
+            "keep it in a buffer, or take it out"
+        )
+        said = f"one batch has the loss {losses[0]:.6g} and then {losses[1]:.6g}"
+        raise Unsupported(f"{said}: {random if drawn else changing}")
 
 
 def _same(a: float, b: float) -> bool:

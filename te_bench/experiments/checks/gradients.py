@@ -101,6 +101,7 @@ def compared(
 ) -> list[Quantity]:
     """Compare loss and gradients with float64's, each by the yardstick's error; in FP8 all gradients together, too.
 
+    A gradient that the references lack is an error: the step trains what the model keeps frozen or does not use.
     slack: above 1 for what may round more coarsely than the recipe says. loss_floor: a key of LOSS_FLOOR. rows: whether
     each row is held apart. A kink forbids that: rounding moves a value across it here and not there, and a row of few
     changes. more: further yardsticks, of all tensors or of some.
@@ -114,6 +115,8 @@ def compared(
     every = (ours, library, truth, *more)
     found, known, exact, *further = ({f"grad {name}": x for name, x in each.of.items()} for each in every)
     gradients, ratios = beside(found, known, exact, precision, slack=slack, rows=rows, more=further)
+    for name in [name for name in found if name not in known]:
+        gradients.append(Quantity(f"{name}, which has none", torch.linalg.vector_norm(found[name]).item(), 0.0))
     in_fp8 = of_emulation(ratios.values(), above=slack == 1.0) if precision == "fp8" else []
     return quantities + gradients + in_fp8
 

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from te_bench.experiments.measurement import CheckFailed
+from te_bench.training.step import TrainStep
+from te_bench.training.undisturbed import undisturbed
 
 OTHERS = 4  # seeds
 
@@ -27,3 +29,14 @@ def require(what: str, seed: int, draw: Callable[[int], Iterable[Tensor]], given
             same = {place for place, x in enumerate(draw(other)) if place in same and torch.equal(x, drawn[place])}
     if same - constant or len(same) == len(drawn):
         raise CheckFailed(f"the {what} do not depend on the seed {seed}")
+
+
+def require_masks(step: TrainStep, seed: int, inputs: Tensor, targets: Tensor) -> None:
+    """Raise CheckFailed if a step whose model has dropout finds one loss whatever the seed."""
+
+    def loss(seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        return [torch.tensor(step.gradients(inputs, targets)[0])]
+
+    with undisturbed(step.model):
+        require("masks of dropout", seed, loss)

@@ -76,6 +76,9 @@ MOVED = {
     torch.bfloat16: 2.0**-5,
     torch.float8_e4m3fn: 2.0**-2,
 }
+#: Of the rate, which AdamW moves an element by, where moments are float32 or wider: what one element may be off. Float32's
+#: rounding is 1e-6 of it.
+MOVED_ONE = 2.0**-6
 
 #: Where honest trials were seen to be within the limits of updates, of foretold losses and of what timed layers left. On
 #: other devices nothing is held to these.

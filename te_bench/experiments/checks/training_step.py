@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from te_bench.experiments import trial_model
-from te_bench.experiments.checks import adopted_step, attention_rows, large, seeds, tolerances, update
+from te_bench.experiments.checks import adopted_step, attention_rows, constants, large, seeds, tolerances, update
 from te_bench.experiments.checks.fp8_emulation import emulate
 from te_bench.experiments.checks.gradients import (
     HEAD_SCALE,
@@ -35,6 +35,7 @@ from te_bench.models import recipe as recipes
 from te_bench.models.configs import Shape
 from te_bench.models.recipe import Float8CurrentScaling
 from te_bench.training.evaluation import evaluate
+from te_bench.training.parallel import SINGLE
 from te_bench.training.step import Optim, TrainStep
 from te_bench.training.undisturbed import undisturbed
 
@@ -73,6 +74,8 @@ def begin(trial: Trial, tokens: Tensor, targets: Tensor) -> tuple[TrainStep, dic
         torch._dynamo.reset()
         memory.reset(trial.device)
         step = trial_model.step_of(trial)
+    if trial_model.config_of(trial).dropout and step.parallel is SINGLE:
+        seeds.require_masks(step, trial.seed, tokens, targets)
     return step, check
 
 
@@ -145,11 +148,14 @@ def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -
         checked = check_step(without, tokens, targets, trial_model.step_of(without))
         torch._dynamo.reset()  # the trial's own step is then no recompile
         return checked
-    quantities = over_batches(
-        _quantities(trial, step, tokens, targets),
-        step,
-        lambda number: _quantities(trial, step, *another_batch(trial, number, len(tokens))),
-    )
+    # What is timed goes on with these scales.
+    settle(trial.recipe, lambda: step.gradients(tokens, targets, records=True))
+    with constants.moved(step, trial.seed):
+        quantities = over_batches(
+            _quantities(trial, step, tokens, targets),
+            step,
+            lambda number: _quantities(trial, step, *another_batch(trial, number, len(tokens))),
+        )
     p = StepProblem.of(trial)
     if p.against is None or not p.against.own_attention:  # we cannot look into theirs
         quantities += _check_attention(trial, tokens, targets, step)
@@ -244,6 +250,8 @@ def _reference(
     as_fused: bool,
 ) -> Gradients:
     model = trial_model.build(trial)
+    if StepProblem.of(trial).parallel is None:
+        constants.move(model, trial.seed)
     if trial.precision == "fp64":  # after the initialisation: the weights are the trial's own, in float32
         model.double()
     if recipe is not None:

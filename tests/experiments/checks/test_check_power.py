@@ -12,7 +12,7 @@ from torch import Tensor
 from whole_recipes import WHOLE
 
 from te_bench.experiments import trial_model
-from te_bench.experiments.checks import attention_rows, gradients, rounding, training_step
+from te_bench.experiments.checks import attention_rows, constants, gradients, rounding, training_step
 from te_bench.experiments.checks.gradients import settle
 from te_bench.experiments.measurement import CheckFailed
 from te_bench.experiments.spec import Trial
@@ -56,8 +56,9 @@ def with_gradients(
     step = trial_model.step_of(trial)
     if ("ours", trial.id) not in references:
         batch = train_step.random_batches(trial)[0]
-        settle(trial.recipe, lambda: step.gradients(*batch, records=True))
-        references["ours", trial.id] = step.gradients(*batch), step.grad_norm
+        with constants.moved(step, trial.seed):
+            settle(trial.recipe, lambda: step.gradients(*batch, records=True))
+            references["ours", trial.id] = step.gradients(*batch), step.grad_norm
 
     def gradients(tokens: Tensor, targets: Tensor, **how: bool) -> tuple[float, dict[str, Tensor]]:
         (loss, found), step.grad_norm = references["ours", trial.id]

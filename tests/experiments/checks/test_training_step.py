@@ -28,6 +28,7 @@ from te_bench.kernels.quantize.backends.reference import spread
 from te_bench.models import decoder
 from te_bench.models import recipe as recipes
 from te_bench.models.configs import CONFIGS, DecoderConfig
+from te_bench.models.dropout import remove_dropout
 from te_bench.models.modules.linear import Linear
 from te_bench.models.recipe import Float8CurrentScaling, Format, Recipe, Slot
 from te_bench.training.optimizer import TableAdamW
@@ -243,7 +244,20 @@ def gradients_of(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> C
     return mutate
 
 
+def forgotten_weight(step: TrainStep) -> None:
+    """A norm is not multiplied by its weight, which begins with ones; the weight's gradient is right."""
+    norm: Any = step.model.get_submodule("transformer.h.1.ln_2")
+    right = norm.forward
+
+    def forward(x: Tensor) -> Tensor:
+        y = F.layer_norm(x, x.shape[-1:], eps=norm.eps)
+        return (y.detach() * (norm.weight - norm.weight.detach()) + y).to(right(x).dtype)
+
+    norm.forward = forward
+
+
 MODEL = {
+    "norm-without-its-weight": forgotten_weight,
     "not-causal": attention_with(causal=False),
     "scale-1/D": attention_with(scale=1 / 16),
     "scale-1": attention_with(scale=1.0),
@@ -263,6 +277,22 @@ def test_a_wrong_model_fails(precision: str, mutation: str) -> None:
     """On one of two seeds: each precision has mutations of both, and each mutation is of both."""
     with pytest.raises(CheckFailed):
         checked(a_trial(precision, (PRECISIONS.index(precision) + list(MODEL).index(mutation)) % 2), MODEL[mutation])
+
+
+def test_a_step_that_lost_its_dropout_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trial_model.model_of
+
+    def without(trial: Trial) -> Any:
+        model = made(trial)
+        remove_dropout(model)
+        return model
+
+    trial = dataclasses.replace(a_trial("bf16", dropout=0.2), attention="math")
+    batch = train_step.random_batches(trial)[0]
+    training_step.begin(trial, *batch)
+    monkeypatch.setattr(trial_model, "model_of", without)
+    with pytest.raises(CheckFailed, match="masks of dropout"):
+        training_step.begin(trial, *batch)
 
 
 @pytest.mark.usefixtures("references_once")

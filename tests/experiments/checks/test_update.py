@@ -140,6 +140,25 @@ def test_a_step_that_trains_wrongly_fails(fault: str, monkeypatch: pytest.Monkey
         begun(a_trial(**problem))
 
 
+@pytest.mark.parametrize("problem", [{}, TABLE], ids=["torch", "table"])
+def test_one_element_that_stays_is_seen_in_a_table_of_any_size(problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were 2^13 times as many, beside which the norm of what is off is nothing."""
+    monkeypatch.setattr(training_step.update, "MOVED", dict.fromkeys(training_step.update.MOVED, 1.0))
+    begun(a_trial(**problem))
+    right = TrainStep._update
+
+    def update(self: TrainStep) -> None:
+        weight = self.model.get_submodule("transformer.h.0.mlp.c_fc").weight
+        stays = weight.detach()[-1, -1].clone()
+        right(self)
+        with torch.no_grad():
+            weight[-1, -1] = stays
+
+    monkeypatch.setattr(TrainStep, "_update", update)
+    with pytest.raises(CheckFailed, match=r"^update transformer\.h\.0\.mlp\.c_fc\.weight, worst element"):
+        begun(a_trial(**problem))
+
+
 def restless(patch: pytest.MonkeyPatch, share: float) -> None:
     """Gradients that each pass rounds otherwise, by numbers that torch's generator does not draw."""
     right, draws = TrainStep._backward, torch.Generator().manual_seed(1)
