@@ -30,8 +30,8 @@ def move(model: nn.Module, seed: int, leave: Container[str] = ()) -> dict[nn.Par
     for name, parameter in model.named_parameters():
         if name in leave or (begins := _alike(parameter)) is None:
             continue
-        generator = torch.Generator(parameter.device).manual_seed(seed << 32 | zlib.crc32(name.encode()))
-        drawn = 2 * torch.rand(parameter.shape, generator=generator, device=parameter.device) - 1
+        generator = torch.Generator().manual_seed(seed << 32 | zlib.crc32(name.encode()))  # alike on all devices
+        drawn = (2 * torch.rand(parameter.shape, generator=generator) - 1).to(parameter.device)
         parameter.copy_(begins + drawn * (SHARE * begins.abs() if begins else FROM_ZERO))
         begun[parameter] = begins
     return begun
