@@ -15,17 +15,20 @@ from te_bench.experiments.problems import TrialProblem
 from te_bench.experiments.run_options import seconds
 from te_bench.experiments.spec import Options, Record, Trial
 from te_bench.reports.analysis.measures import of_processes
+from te_bench.reports.convergence import published
 
 
-def test_the_fastest_is_found_predicted_and_verified(tmp_path: Path) -> None:
+def test_the_fastest_is_found_predicted_and_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of recipes that are not told apart the one with a published verdict is advised."""
+    judged = dataclasses.replace(published.PUBLISHED[0], recipe="delayed_scaling_e4m3", fused=True, fp8_head=True)
+    monkeypatch.setattr(published, "PUBLISHED", (judged,))
     machine = Machine(question())
     evidence = gathered(machine)
     found = decided(machine, evidence, tmp_path)
     assert found.use.fused
     assert (found.use.attention, found.use.head, found.use.precision) == ("cudnn", "fp8", "fp8")
     assert found.tied  # recipes take equal times on this machine, but for noise
-    assert found.use.recipe == "delayed_scaling"
+    assert found.use.recipe == "delayed_scaling_e4m3"
     assert found.tied[0].beside(found.use) == "the same with current scaling"
     assert found.exit_code == 0
     assert found.speedup.n == advise.SEEDS
@@ -360,7 +363,8 @@ def test_what_runs_out_of_memory_is_surveyed_and_trained_in_micro_batches(tmp_pa
 
 def test_of_larger_batches_that_fit_the_fastest_per_token_is_told(tmp_path: Path) -> None:
     def per_token(trial: Trial) -> float:
-        return {12: 1.0, 24: 1.8, 48: 3.4}[trial.problem["batch"]]
+        tied = 1.0 if trial.recipe in (None, candidates.DELAYED) else 1.1
+        return tied * {12: 1.0, 24: 1.8, 48: 3.4}[trial.problem["batch"]]
 
     machine = Machine(question(), gib=grows, times_of_step=per_token)
     evidence = gathered(machine, room=80 * 2.0**30)
@@ -438,6 +442,14 @@ def test_what_a_machine_or_a_model_cannot_do_is_no_choice_and_said() -> None:
     assert on_cpu.problem["batch"] == 4
     assert not any(choice.recipe for choice in old.choices)
     assert "no FP8 tensor cores" in old.left_out["FP8"]
+    assert "delayed_scaling" not in old.left_out
+
+
+def test_of_delayed_scalings_two_formats_of_gradients_only_e4m3_is_a_choice() -> None:
+    asked = question()
+    assert {choice.recipe for choice in asked.choices} == {None, *candidates.RECIPES}
+    assert candidates.RECIPES[0] == "delayed_scaling_e4m3"
+    assert "delayed_scaling_e4m3" in asked.left_out["delayed_scaling"]
 
 
 def test_choices_are_given_once_and_the_users_first() -> None:
