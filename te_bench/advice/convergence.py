@@ -1,7 +1,6 @@
 """Say whether the advised step trains like bf16: the nearest published verdict, and a command that tests the model."""
 
-from te_bench import plugins
-from te_bench.advice.candidates import FP8_HEAD, Choice, Question
+from te_bench.advice.candidates import Choice, Question
 from te_bench.models import rivals
 from te_bench.reports.analysis.naming import recipe_name
 from te_bench.reports.convergence import published
@@ -13,10 +12,10 @@ ARMS = 4  # control, A/A, the recipe, one broken
 
 
 def nearest(choice: Choice) -> Published | None:
-    """Return the published verdict on the same recipe and te-bench's same kernels."""
+    """Return the published verdict on the same recipe and kernels; te-bench's parts of a user's model are the fused ones."""
     if choice.rival:
         return None
-    return published.nearest(choice.recipe, fused=choice.fused, fp8_head=choice.head == FP8_HEAD)
+    return published.nearest(choice.recipe, fused=_has_fused_kernels(choice))
 
 
 def in_words(question: Question, choice: Choice, seconds: float) -> str:
@@ -31,31 +30,15 @@ def in_words(question: Question, choice: Choice, seconds: float) -> str:
     if found is None:
         what = rivals.called(choice.rival) if choice.rival else recipe_name(choice.recipe)
         said = f"no verdict is published for {what} {'in fused blocks' if choice.fused else 'so'}"
-    elif choice.parts:
-        fused = published.nearest(choice.recipe, fused=True, fp8_head=True)
-        also = f", fused blocks {fused.verdict}" if fused else ""
-        said = f"none is published for this step. {published.ASKED}: plain FP8 modules {found.verdict}{also} ({found.where})"
     else:
-        said = found.in_words()
+        said = f"none is published for your model. {found.in_words()}"
     if not question.text:
         return (
             f"Convergence: {said}; te-bench trains models of text alone: judge two runs of yours by te-bench verdict."
         )
-    said += _explored(choice)
     if choice.rival:
         said += f"; te-bench's {recipe_name(choice.recipe)} has the same arithmetic"
     return f"Convergence: {said}. For your model, {_hours(question, choice, seconds)}: {command(question, choice)}."
-
-
-def _explored(choice: Choice) -> str:
-    """Return what exploration tells of a fused step whose gradients are in E5M2 but could be in E4M3; else empty."""
-    if not _has_fused_kernels(choice) or f"{choice.recipe}_e4m3" not in plugins.names("te_bench.models.recipe"):
-        return ""
-    e5m2, e4m3 = (f"{gap:g}" for gap in published.EXPLORED.values())
-    return (
-        f". Explored on four seeds: after 100 M tokens {e5m2} nat above bf16 with E5M2 gradients, as here, {e4m3} with "
-        "E4M3's (fp8_format=recipe.Format.E4M3)"
-    )
 
 
 def command(question: Question, choice: Choice) -> str:

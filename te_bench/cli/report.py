@@ -78,7 +78,7 @@ def embed(
         "advice_headline": headline.headline,
         "leaderboard": records.leaderboard,
         "verdicts": verdicts.table,
-        "verdict_sentence": verdicts.sentence,
+        "verdict_summary": verdicts.summary,
         "plan_scaling": lambda _: scaling_tables.published(published.validate()),
     }
     stale = [page for page in pages if not tables.embed(page, check=check, more=more)]

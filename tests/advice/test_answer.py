@@ -21,6 +21,7 @@ from te_bench.reports.analysis.rows import load_results
 from te_bench.reports.convergence.published import PUBLISHED
 from te_bench.reports.convergence.study import studies
 from te_bench.reports.convergence.verdict import judge_study
+from te_bench.reports.page import text
 
 ROOT = Path(__file__).resolve().parents[2]
 Answered = tuple[Evidence, Decision]
@@ -217,25 +218,33 @@ def test_convergence_of_bf16_needs_no_proof_and_of_fp8_names_the_command() -> No
     said = convergence.in_words(asked, fused("delayed_scaling"), 0.02)
     assert "INCONCLUSIVE" in said
     assert (
-        "Explored on four seeds: after 100 M tokens 0.0063 nat above bf16 with E5M2 gradients, as here, 0.0029 with E4M3's"
+        "GPT-2 124M with an FP8 head, 100 M tokens: 0.0060 [0.0043, 0.0083] nat above bf16, INCONCLUSIVE within 0.005; "
         in said
     )
+    assert "it comes to bf16's loss 1.25× [1.01, 1.55] as fast (results/h200/convergence-gpt2)" in said
     command = "te-bench run convergence --preset gpt2-short --model gpt2 --recipes delayed_scaling --seeds 14 --fused"
     assert command in said
     assert "GPU minutes" in said
     other = convergence.in_words(asked, fused("rowwise_scaling"), 0.02)
     assert "no verdict is published" in other
-    assert "Explored" not in other
     assert "GPU hours" in convergence.in_words(asked, fused("rowwise_scaling"), 20.0)
 
 
 def test_the_published_verdicts_are_those_of_the_records() -> None:
-    verdicts = {}
+    found = {}
     for records in {published.records for published in PUBLISHED}:
         (group,) = load_results([ROOT / "results" / records]).groups
-        judged = [judge_study(study) for study in studies(group)]
-        verdicts |= {(records, one.arm.name): str(one.verdict) for verdict in judged for one in verdict.findings}
-    assert all(verdicts[published.records, published.arm] == published.verdict for published in PUBLISHED)
+        for verdict in map(judge_study, studies(group)):
+            found |= {(records, one.arm.name): (verdict, one) for one in verdict.findings}
+    for said in PUBLISHED:
+        verdict, one = found[said.records, said.arm]
+        c = one.judgement.comparison
+        assert c is not None
+        assert c.interval is not None
+        gap = "{:.4f} [{:.4f}, {:.4f}]".format(c.gap, *c.interval)
+        assert (said.verdict, said.margin, said.gap) == (verdict.label(one), verdict.margin, gap)
+        ratio = one.speedup.to_equal_loss if one.speedup else None
+        assert said.sooner == (text.speedup(ratio) if ratio else None)
 
 
 def test_what_was_left_out_is_said(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from convergence_runs import JUDGEMENT, TRUTH, pool_records, study_records, write_study
 from in_process import Command
-from journals import environment, write
+from journals import environment, only_group, write
 
-from te_bench.reports.page import published
+from te_bench.reports.page import published, tables
 
 APART = {**TRUTH, "aa": 0.011, "delayed_scaling": 0.007, "rowwise_scaling": -0.013, "broken": 0.09}
 PLANNED = range(8)
@@ -189,8 +189,35 @@ def test_show_offers_a_study_s_verdict_and_begins_with_it(command: Command, tmp_
     assert "Nothing was timed" not in fastest
 
 
+def test_a_verdict_stands_once_its_own_runs_are_done_whatever_else_is_to_go(command: Command, tmp_path: Path) -> None:
+    """A/A and the fault are done as well; what is undecided says how far it is above bf16, and what more would cost."""
+    truth = {**TRUTH, "delayed_scaling": 0.0025}
+
+    def said(aa: float) -> tuple[str, str]:
+        every = study_records({**truth, "aa": aa}, sd=0.0006)
+        done = [one for one in every if one.trial.recipe != "rowwise_scaling"]
+        planned = [one.trial for one in every]
+        run = write(tmp_path / str(aa), done, planned=planned, suite="convergence", title="S", judgement=JUDGEMENT)
+        found = command("verdict", run)
+        assert found.code == 4
+        [reasons] = tables.tables_of(only_group(run), "verdict_reasons")
+        return " ".join(found.out.split()), str([value.text for value in reasons.rows[0]])
+
+    out, why = said(0.0)
+    assert re.match(
+        r"INCONCLUSIVE: delayed scaling \(gap \+0\.00\d+, 90 % interval \[\+0\.\d+, \+0\.\d+\]; at least \d+ seeds "
+        r"needed\) ends above bf16, perhaps by more than 0\.003 nat\. Unfinished: 5 of 25 trials to go\. Go on: te-bench",
+        out,
+    )
+    assert "'INCONCLUSIVE'" in why
+    assert "(void)" not in out
+    out, why = said(0.05)  # A/A is far from bf16
+    assert out.startswith("Unfinished: 5 of 25 trials to go.")
+    assert "'INCONCLUSIVE (void)'" in why
+
+
 def test_published_verdicts_say_margin_pairs_power_and_cost(command: Command, results: Path, tmp_path: Path) -> None:
-    """Of what is done, what is not finished, and not of exploration; a verdict that is void stands in the table alone."""
+    """A row for each gap that counts, one for what is not finished, one for what is void; none of exploration."""
     listed = ""
     for name, make in {
         "a": lambda where: write_study(where, study_records(sd=0.0003)),
@@ -205,26 +232,26 @@ def test_published_verdicts_say_margin_pairs_power_and_cost(command: Command, re
     page = tmp_path / "page.md"
     marks = [
         f"<!-- te-bench:table results {name} -->\n<!-- /te-bench:table -->\n"
-        for name in ("verdicts", "verdict_sentence")
+        for name in ("verdicts", "verdict_summary")
     ]
     page.write_text("".join(marks))
     assert command("embed", page).code == 0
-    table, sentence = page.read_text().split("<!-- /te-bench:table -->")[:2]
+    table, summary = page.read_text().split("<!-- /te-bench:table -->")[:2]
     rows = [line for line in table.splitlines() if line.startswith("| char")]
-    names = "| char, 400 steps | delayed scaling; rowwise scaling"
-    assert rows == [
-        f"{names} | EQUIVALENT | 0.003 | 5 | 100 % | 25 | 0.01 GPU hours | h200/a |",
-        f"{names} | not finished | 0.003 | — | — | 25 of 40 | 0.01 of about 0.026 GPU hours | h200/b |",
-        f"{names} | EQUIVALENT (void) | 0.003 | 5 | 100 % | 25 | 0.01 GPU hours | h200/c |",
+    both, cost = "| char, 400 steps | delayed scaling; rowwise scaling", "0.01 GPU hours"
+    ends, alone = (
+        "# \\[#, #\\]",
+        "| char, 400 steps | {} | EQUIVALENT | #3 | {} | 5 | 100 % | 25 runs, # GPU hours | h200/a |",
+    )
+    assert [re.sub(r"[+-]0\.\d{4}|\d\.\d\d×?", "#", row) for row in rows] == [
+        *(alone.format(name, f"{ends} | {ends}") for name in ("delayed scaling", "rowwise scaling")),
+        f"{both} | not finished | #3 | — | — | — | — | 25 of 40 runs, # of about #6 GPU hours | h200/b |",
+        f"{both} | EQUIVALENT (void) | #3 | — | — | 5 | 100 % | 25 runs, # GPU hours | h200/c |",
     ]
-    done, begins = (
-        f"**char, 400 steps, margin 0.003 nat, {cost} GPU hours.**" for cost in ("0.01", "0.01 of about 0.026")
-    )
-    assert (
-        f"{done} EQUIVALENT with 5 pairs, power 100 %: delayed scaling; rowwise scaling. "
-        f"{begins} Not finished: 25 of 40 runs.\n" in sentence
-    )
-    assert "void" not in sentence
+    assert summary.count("- **") == 2
+    assert f"char, 400 steps, 7 M tokens a run (25 runs, {cost}):\n\n- **delayed scaling** ends 0.0" in summary
+    assert ": EQUIVALENT at a margin of 0.003 nat (5 pairs, power 100 %).\n- **rowwise scaling** ends 0.0" in summary
+    assert "void" not in summary
 
 
 def test_the_gallery_names_a_study_by_what_it_asks(results: Path) -> None:

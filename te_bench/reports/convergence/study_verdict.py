@@ -6,7 +6,7 @@ from statistics import fmean
 from te_bench.experiments.run_options import fewer_words
 from te_bench.reports.analysis.rows import NOT_RUN
 from te_bench.reports.convergence.band import Band
-from te_bench.reports.convergence.equivalence import CandidateVerdict, Verdict
+from te_bench.reports.convergence.equivalence import CandidateVerdict, Verdict, in_words
 from te_bench.reports.convergence.speedup import Speedup
 from te_bench.reports.convergence.study import Study, StudyArm
 
@@ -50,6 +50,7 @@ class StudyVerdict:
     exploration: bool  # margin or alpha were chosen after the plan
     notes: tuple[str, ...]
     unfinished: bool = False  # void because runs are missing
+    sound: bool = True  # but for missing runs nothing makes it void
 
     @property
     def findings(self) -> tuple[ArmVerdict, ...]:
@@ -66,7 +67,7 @@ class StudyVerdict:
         """Return the verdict as shown in tables."""
         if finding.hidden or (finding.missing and (self.unfinished or self.study.broken_off)):
             return "not finished"
-        return f"{finding.verdict}{' (void)' if self.void and finding in self.recipes else ''}"
+        return f"{finding.verdict}{' (void)' if finding in self.recipes and not self.stands else ''}"
 
     def reason(self, finding: ArmVerdict) -> str | None:
         """Return the reason for an arm's verdict; None if only trials that have not run yet are missing."""
@@ -74,6 +75,11 @@ class StudyVerdict:
         if open_ended and (finding.missing or "").endswith(f"({NOT_RUN})"):
             return None
         return finding.missing or finding.judgement.reason
+
+    @property
+    def stands(self) -> bool:
+        """Whether the verdicts of configurations whose runs are done count."""
+        return self.sound if self.unfinished else not self.void
 
     @property
     def exit_code(self) -> int:
@@ -94,23 +100,27 @@ class StudyVerdict:
     def sentence(self) -> str:
         """The verdict in one sentence; for an unfinished run it ends with the command that continues it."""
         if self.unfinished:
-            return f"Unfinished: {self.void} to go. Go on: {self.study.again}"
-        if self.void:
-            return f"No verdict: {self.void}."
-        like = self.study.reference
-        words = {
-            Verdict.EQUIVALENT: ("trains", "train", f" like {like} (final loss within {self.margin:g} nat)"),
-            Verdict.NON_INFERIOR: ("is", "are", f" not worse than {like} by {self.margin:g} nat"),
-            Verdict.INFERIOR: ("ends", "end", f" more than {self.margin:g} nat above {like}"),
-            Verdict.DIVERGED: ("diverged", "diverged", ""),
-            Verdict.INCONCLUSIVE: ("is", "are", " undecided"),
-        }
+            so_far = self._said() if self.sound and any(not found.missing for found in self.recipes) else ""
+            return f"{so_far}{' ' if so_far else ''}Unfinished: {self.void} to go. Go on: {self.study.again}"
+        return f"No verdict: {self.void}." if self.void else self._said()
+
+    def _said(self) -> str:
+        """Return the verdicts on the recipes whose runs are done."""
+        like, margin = self.study.reference, self.margin
+        words: tuple[tuple[Verdict, bool, str, str, str], ...] = (
+            (Verdict.EQUIVALENT, False, "trains", "train", f" like {like} (final loss within {margin:g} nat)"),
+            (Verdict.NON_INFERIOR, False, "is", "are", f" not worse than {like} by {margin:g} nat"),
+            (Verdict.INFERIOR, False, "ends", "end", f" more than {margin:g} nat above {like}"),
+            (Verdict.DIVERGED, False, "diverged", "diverged", ""),
+            (Verdict.INCONCLUSIVE, True, "ends", "end", f" above {like}, perhaps by more than {margin:g} nat"),
+            (Verdict.INCONCLUSIVE, False, "is", "are", " undecided"),
+        )
         parts = []
-        for verdict, (one, several, what) in words.items():
-            names = [self._named(f) for f in self.recipes if f.verdict is verdict]
-            if names:
-                verb = several if len(names) > 1 or self.study.fewer_bits else one  # "weights" is plural
-                parts.append(f"{verdict}: {_all(names)} {verb}{what}")
+        for verdict, worse, one, several, what in words:
+            told = [f for f in self.recipes if f.verdict is verdict and not f.hidden and worse is _shown_worse(f)]
+            if told:
+                verb = several if len(told) > 1 or self.study.fewer_bits else one  # "weights" is plural
+                parts.append(f"{verdict}: {_all([self._named(f) for f in told])} {verb}{what}")
         if (first := self.study.primary) is not None and any(found.judgement.waits for found in self.recipes):
             parts.append(f"{first.name} is judged first, and the others pass only where it does")
         said = ("Exploration, no test: " if self.exploration else "") + "; ".join(parts) + "."
@@ -120,9 +130,17 @@ class StudyVerdict:
         needed, name = found.judgement.seeds_needed, found.arm.name
         if self.study.fewer_bits and found.arm.trial.recipe is None:  # bf16 is also the reference's, so leave it out
             name = " and ".join(fewer_words(found.arm.trial.problem))
-        if found.verdict is Verdict.INCONCLUSIVE and needed:
-            return f"{name} (at least {needed} seeds needed)"
-        return name
+        c = found.judgement.comparison
+        if found.verdict is not Verdict.INCONCLUSIVE or c is None or c.interval is None:
+            return name
+        more = f"; at least {needed} seeds needed" if needed else ""
+        return f"{name} ({in_words(c.gap, c.interval, c.alpha)}{more})"
+
+
+def _shown_worse(found: ArmVerdict) -> bool:
+    """Whether an undecided arm's interval is above 0."""
+    c = found.judgement.comparison
+    return found.verdict is Verdict.INCONCLUSIVE and c is not None and c.interval is not None and c.interval[0] > 0
 
 
 def _all(names: list[str]) -> str:

@@ -61,7 +61,7 @@ def judge_study(study: Study, *, margin: float | None = None, alpha: float | Non
         for arm in (study.aa, study.broken)
     )
     recipes = tuple(_arm_verdict(study, control, arm, judged[arm.name]) for arm in study.recipes)
-    void = why_void(control, aa, broken, bar)
+    void = spoilt = why_void(control, aa, broken, bar)
     runs = sum(len(arm.runs) for arm in study.arms)
     unfinished = study.to_go > 0 and not study.broken_off and _is_open(control, recipes, aa, broken)
     if unfinished:
@@ -78,6 +78,7 @@ def judge_study(study: Study, *, margin: float | None = None, alpha: float | Non
         broken=broken,
         void=void,
         unfinished=unfinished,
+        sound=spoilt is None,
         exploration=bool(notes),
         notes=(*study.notes, *notes, *hidden, *_note_trunks(study), *_note_outliers(study, (*recipes, aa))),
     )

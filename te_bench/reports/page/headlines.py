@@ -95,8 +95,8 @@ def _what_is_proven(trial: Trial) -> str:
             f"published; te-bench run convergence {' '.join(asked)} judges te-bench's AdamW with them."
         )
     of_others = problem.get("rival") or problem.get("linears")
-    known = None if of_others else nearest(trial.recipe, fused=fused, fp8_head=problem.get("head") == "fp8")
-    published = f"Published is {known.in_words()}" if known else "No verdict on this step is published"
+    known = None if of_others else nearest(trial.recipe, fused=fused)
+    published = f"Published: {known.in_words()}" if known else "No verdict on this step is published"
     judges = f"te-bench run convergence --recipes {trial.recipe}{' --fused' if fused else ''}"
     return f"These times do not say whether FP8 trains like bf16. {published}; {judges} judges it."
 

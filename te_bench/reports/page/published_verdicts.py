@@ -1,12 +1,13 @@
-"""Show the published verdicts on convergence, with margin, pairs, power and cost, as a table and as a sentence."""
+"""Show the published verdicts on convergence, with gap, margin, pairs, power and cost, as a table and as a list."""
 
 import functools
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from te_bench.experiments.problems import TrainingProblem
+from te_bench.reports.analysis.measures import Ratio
 from te_bench.reports.analysis.naming import recipe_name
 from te_bench.reports.analysis.rows import grouped, load_results, printable
 from te_bench.reports.convergence.effort import Effort, effort_of
@@ -15,8 +16,8 @@ from te_bench.reports.convergence.study import Study
 from te_bench.reports.convergence.study_verdict import ArmVerdict, StudyVerdict
 from te_bench.reports.convergence.verdict import judge_group
 from te_bench.reports.page import text
-from te_bench.reports.page.table import Table, filled, number, word
-from te_bench.reports.page.verdict_tables import hours, powers
+from te_bench.reports.page.table import Table, filled, number, speedup, word
+from te_bench.reports.page.verdict_tables import hours, interval, powers
 
 NAMED = 3  # configurations that are named at most; the rest is counted
 
@@ -41,16 +42,22 @@ class _Row:
         return min((c.n for finding in self.findings if (c := finding.judgement.comparison)), default=None)
 
     @property
-    def void(self) -> bool:
-        return self.found.void is not None and not self.found.unfinished
+    def shown(self) -> ArmVerdict | None:
+        """The recipe that the row shows alone: one with a gap, and a verdict that counts."""
+        return self.findings[0] if self.found.stands and self.findings[0].judgement.comparison else None
+
+    @property
+    def place(self) -> tuple[bool, int, bool, int]:
+        """Long trainings first, what is void last."""
+        words = [str(verdict) for verdict in Verdict]
+        steps = TrainingProblem.of(self.found.study.arms[0].trial).steps or 0
+        rank = words.index(self.label) if self.label in words else len(words)
+        return not (self.found.stands or self.found.unfinished), -steps, self.shown is None, rank
 
     @property
     def runs(self) -> str:
-        return (
-            str(self.cost.planned)
-            if self.cost.done == self.cost.planned
-            else f"{self.cost.done} of {self.cost.planned}"
-        )
+        done, planned = self.cost.done, self.cost.planned
+        return f"{done} runs" if done == planned else f"{done} of {planned} runs"
 
 
 def asked(study: Study) -> str:
@@ -78,13 +85,14 @@ def table(results: Path) -> Table:
     shown = [
         {
             "Training": word(training(row.found.study)),
-            "Configurations": word(row.names),
+            "Configuration": word(row.names),
             "Verdict": word(row.label),
             "Margin, nat": number(row.found.margin, lambda margin: f"{margin:g}"),
+            "Gap [90 %], nat": word(_gap(row.shown)),
+            "To equal loss [95 %]": speedup(_to_equal_loss(row.shown)) if row.shown else word(None),
             "Pairs": number(row.pairs, text.count),
             "Power": word(powers(row.findings)),
-            "Runs": word(row.runs),
-            "Cost": word(hours(row.cost)),
+            "Cost of the study": word(f"{row.runs}, {hours(row.cost)}"),
             "Records": word(row.folder),
         }
         for row in _rows(results.resolve())
@@ -92,33 +100,43 @@ def table(results: Path) -> Table:
     return filled("verdicts", "Published verdicts", shown, text_columns=3)
 
 
-def sentence(results: Path) -> str:
-    """Return the verdicts that are not void, and what is not finished, study by study."""
-    rows = [row for row in _rows(results.resolve()) if not row.void]
-    return f"{'. '.join(map(_said, grouped(rows, lambda row: row.folder).values()))}.\n"
+def summary(results: Path) -> str:
+    """Return what the longest training of each model showed, a line for each recipe, in Markdown."""
+    lines = list[str]()
+    rows = [row for row in _rows(results.resolve()) if row.shown]
+    for of_model in grouped(rows, lambda row: TrainingProblem.of(row.found.study.arms[0].trial).model).values():
+        longest = [row for row in of_model if row.found is of_model[0].found]
+        first = longest[0]
+        p = TrainingProblem.of(first.found.study.arms[0].trial)
+        seen = int(p.steps or 0) * int(p.batch) * p.block * int(p.accumulate or 1) / 1e6
+        lines += [f"{training(first.found.study)}, {seen:.0f} M tokens a run ({first.runs}, {hours(first.cost)}):", ""]
+        lines += [f"- **{row.names}** {_said(row, row.shown)}." for row in longest if row.shown]
+    return "\n".join(lines) + "\n"
 
 
-def _said(rows: Sequence[_Row]) -> str:
-    of = rows[0]
-    what = f"**{training(of.found.study)}, margin {of.found.margin:g} nat, {hours(of.cost)}.**"
-    if of.found.unfinished:
-        return f"{what} Not finished: {of.runs} runs"
-    verdicts = [
-        f"{row.label}{f' with {row.pairs} pairs, power {powers(row.findings)}' if row.pairs else ''}: {row.names}"
-        for row in rows
-    ]
-    return f"{what} {'. '.join(verdicts)}"
+def _said(row: _Row, found: ArmVerdict) -> str:
+    study, c, ratio = row.found.study, found.judgement.comparison, _to_equal_loss(found)
+    assert c is not None
+    share, side = abs(row.found.gap_percent(found) or 0), "above" if c.gap > 0 else "below"
+    said = f"ends {abs(c.gap):.4f} nat ({share:.2f} %) {side} {study.reference} {interval(c.interval)}"
+    if ratio is not None:
+        said += f" and comes to {study.whose} final loss {text.speedup(ratio)} as fast"
+    return f"{said}: {row.label} at a margin of {row.found.margin:g} nat ({c.n} pairs, power {powers([found])})"
+
+
+def _gap(found: ArmVerdict | None) -> str | None:
+    c = None if found is None else found.judgement.comparison
+    return None if c is None else f"{text.signed(c.gap)} {interval(c.interval) or ''}".rstrip()
+
+
+def _to_equal_loss(found: ArmVerdict) -> Ratio | None:
+    return found.speedup.to_equal_loss if found.speedup else None
 
 
 @functools.cache  # two pages show them, and reading takes seconds
 def _rows(results: Path) -> list[_Row]:
-    """Return the verdicts, then the studies that are not finished, then those that are void; results: an absolute path."""
-    words = [str(verdict) for verdict in Verdict]
-
-    def place(row: _Row) -> tuple[bool, bool, int]:
-        return row.void, row.found.unfinished, words.index(row.label) if row.label in words else len(words)
-
-    return sorted(_of_folders(results), key=place)
+    """Return the rows in their order; results: an absolute path."""
+    return sorted(_of_folders(results), key=lambda row: row.place)
 
 
 def _of_folders(results: Path) -> Iterator[_Row]:
@@ -129,5 +147,11 @@ def _of_folders(results: Path) -> Iterator[_Row]:
                 if found.study.pilot or found.study.broken_off:
                     continue
                 cost = effort_of(found.study)
-                for label, findings in grouped(found.recipes, found.label).items():
+                for (label, _), findings in grouped(found.recipes, functools.partial(_together, found)).items():
                     yield _Row(folder=folder, found=found, cost=cost, label=label, findings=tuple(findings))
+
+
+def _together(found: StudyVerdict, finding: ArmVerdict) -> tuple[str, str]:
+    """Return what the findings of a row share: a gap that counts has a row of its own."""
+    alone = found.stands and finding.judgement.comparison
+    return found.label(finding), finding.arm.name if alone else ""

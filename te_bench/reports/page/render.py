@@ -22,7 +22,7 @@ SECTIONS = (
         "verdict",
         "Does FP8 train like bf16?",
         ("verdict_forest", "verdict_time", "verdict_gap", "verdict_spikes", "verdict_numerics"),
-        ("verdict", "verdict_reasons", "equal_loss", "stability"),
+        ("verdict", "verdict_reasons", "between", "equal_loss", "stability"),
     ),
     ("stress", "Where each precision breaks", ("stress",), ("stress",)),
     ("ladder", "Time and memory of a training step", ("ladder", "memory"), ("ladder", "memory")),

@@ -60,6 +60,7 @@ TABLES: dict[str, Callable[[GroupResult], Sequence[Table | None] | Table | None]
     "verdict": _each("studies", verdict_tables.gaps),
     "losses": _each("studies", verdict_tables.losses),
     "verdict_reasons": _each("studies", verdict_tables.reasons),
+    "between": _each("studies", verdict_tables.between),
     "equal_loss": _each("studies", equal_loss.times),
     "stability": _each("studies", training_tables.stability),
     "stress": _each("stress", training_tables.stress),

@@ -5,7 +5,7 @@ from statistics import fmean
 
 from te_bench.reports.analysis.measures import Ratio
 from te_bench.reports.convergence.effort import Effort, effort_of
-from te_bench.reports.convergence.equivalence import level
+from te_bench.reports.convergence.equivalence import compare, level
 from te_bench.reports.convergence.speedup import Speedup
 from te_bench.reports.convergence.study_verdict import ArmVerdict, StudyVerdict
 from te_bench.reports.page import text
@@ -94,7 +94,7 @@ def _gap_row(finding: ArmVerdict, found: StudyVerdict) -> dict[str, Value]:
         "Configuration": word(finding.arm.name),
         "Verdict": word(found.label(finding)),
         "Gap, nat": number(c.gap if c else None, text.signed),
-        "Gap, %": number(percent, lambda value: f"{value or 0:+.2f}"),
+        "Gap, %": number(percent, lambda value: text.MISSING if value is None else f"{value:+.2f}"),
         level(found.alpha): word(interval(c.interval if c else None)),
         "By t": word(interval(c.t_interval if c else None)),
         "p, Holm": number(claims.equivalent if claims else None, text.probability),
@@ -123,6 +123,26 @@ def reasons(found: StudyVerdict) -> Table | None:
         if (reason := found.reason(one)) is not None
     ]
     return table_of("verdict_reasons", "Why", shown, text_columns=3)
+
+
+def between(found: StudyVerdict) -> Table | None:
+    """Return the table of each recipe beside the first, seed by seed, of those whose runs are done; not of a pool's."""
+    done = [one.arm for one in found.recipes if one.judgement.comparison and found.study.pool is None]
+    shown = []
+    for arm in done[1:]:
+        seeds = [seed for seed in arm.finals if seed in done[0].finals]
+        sides = ([side.finals[seed] for seed in seeds] for side in (arm, done[0]))
+        c = compare(*sides, margin=found.margin, alpha=found.alpha)
+        shown.append(
+            {
+                "Configuration": word(arm.name),
+                "Above the first, nat": number(c.gap, text.signed),
+                "95 %": word(interval(c.interval_95)),
+                "Pairs": number(c.n, text.count),
+            }
+        )
+    title = f"{found.study.title}: beside {done[0].name}" if shown else ""
+    return table_of("between", title, shown, "Mean difference of the final losses on the same seeds; no planned test.")
 
 
 def brief(found: StudyVerdict) -> Table | None:

@@ -70,6 +70,20 @@ def test_the_frame_of_small_gaps_holds_the_margin_and_the_band(tmp_path: Path) -
     assert all(low < min(band.low) and max(band.high) < high for band in bands)
 
 
+def test_recipes_are_compared_with_the_first_seed_by_seed(tmp_path: Path) -> None:
+    """Their runs of a seed share its noise, so that the difference is known better than either gap."""
+    truth = {**TRUTH, "delayed_scaling": 0.006, "rowwise_scaling": 0.0035}
+    [table] = tables.tables_of(
+        only_group(write_study(tmp_path / "run", study_records(truth, sd=0.0002), JUDGEMENT)), "between"
+    )
+    assert "beside delayed scaling" in table.caption
+    [(name, gap, ends, pairs)] = [[value.text for value in row] for row in table.rows]
+    assert (name, pairs) == ("rowwise scaling", "5")
+    low, high = map(float, ends.strip("[]").split(", "))
+    assert float(gap) == pytest.approx(-0.0025, abs=3e-4)
+    assert low < float(gap) < high < -0.001
+
+
 def texts(table: Table) -> dict[str, dict[str, str]]:
     titles = [column.title for column in table.columns]
     return {row[0].text: dict(zip(titles, (value.text for value in row), strict=True)) for row in table.rows}
