@@ -18,6 +18,8 @@ def quicken() -> None:
     interpreter.quickened = True
     if hasattr(interpreter, "_LangPatchScope"):
         interpreter._patch_lang = _once_a_launch(interpreter)
+    if hasattr(interpreter, "_patch_lang_tensor"):
+        interpreter._patch_lang_tensor = _with_an_index(interpreter._patch_lang_tensor)
     options = getattr(interpreter.interpreter_builder, "options", None)
     if getattr(options, "sanitize_overflow", False) and not options.debug:
         # Every sum of integers is worked out once more, for an assertion that is made with `debug` alone.
@@ -65,6 +67,16 @@ def _once_a_launch(interpreter: Any) -> Any:
 
             scope.restore = restore_all
         return scope
+
+    return patch
+
+
+def _with_an_index(right: Any) -> Any:
+    """_patch_lang_tensor, whose scalars are arrays of one element: NumPy 2.4 makes no integer of them (Triton 3.6)."""
+
+    def patch(tensor: Any, scope: Any) -> None:
+        right(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     return patch
 

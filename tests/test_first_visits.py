@@ -138,7 +138,7 @@ def test_an_h200_with_a_llama_decides_by_the_published_records(visit: Visit) -> 
     assert f"Without FP8: te-bench bf16, one CUDA graph, {bf16} ms a step; FP8 is " in said
     assert f"Memory: {memory} instead of {memory_now} GiB. Predicted: " in said
     assert f"Measured: {step} ms a step." in said
-    assert "Convergence: none is published for your model. GPT-2 124M with an FP8 head, 100 M tokens: 0.00" in said
+    assert "Convergence: no study has judged this step. GPT-2 124M with an FP8 head, 100 M tokens: 0.00" in said
     assert "For your model, 57 GPU minutes: te-bench run convergence" in said
     seconds = [
         [

@@ -31,7 +31,7 @@ def in_words(question: Question, choice: Choice, seconds: float) -> str:
         what = rivals.called(choice.rival) if choice.rival else recipe_name(choice.recipe)
         said = f"no verdict is published for {what} {'in fused blocks' if choice.fused else 'so'}"
     else:
-        said = f"none is published for your model. {found.in_words()}"
+        said = f"no study has judged this step. {found.in_words()}"
     if not question.text:
         return (
             f"Convergence: {said}; te-bench trains models of text alone: judge two runs of yours by te-bench verdict."

@@ -1,10 +1,19 @@
-"""The autograd Functions' shared decorator: a backward pass without a derivative."""
+"""What autograd Functions share: a backward pass without a derivative, and the cast of a result."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+
+
+def cast(made: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a forward pass's result in dtype; of that dtype, the tensor itself.
+
+    torch 2.11 compiles a cast to a tensor's own dtype to a second output, and gives the first a gradient of zero.
+    """
+    return made if made.dtype is dtype else made.to(dtype)
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

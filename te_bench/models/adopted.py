@@ -204,7 +204,8 @@ def called(path: str, function: Any, *arguments: Any, doing: str = "it", **named
 
 def _told(error: BaseException) -> str:
     text = on_one_line(str(error))[:300]
-    gpu = "cuda" in text.lower() or "nvidia" in text.lower()
+    # The last is torch's, built with CUDA, of a weight without memory that leaves the CPU.
+    gpu = any(word in text.lower() for word in ("cuda", "nvidia", "couldn't swap"))
     said = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return f"{said}. Leave it to te-bench to put a model on a GPU" if gpu else said
 

@@ -76,7 +76,8 @@ def choose(problem: Problem, emulate: bool | None = None) -> str:
 
 def in_fp8(device: str, emulate: bool) -> str:
     """Return the default backend of FP8 attention."""
-    return FP8[emulate or device == "cpu"]
+    on_a_gpu, emulated = FP8
+    return emulated if emulate or device == "cpu" else on_a_gpu
 
 
 def _choose_fp8(problem: Problem, emulate: bool) -> str:

@@ -221,7 +221,10 @@ def test_convergence_of_bf16_needs_no_proof_and_of_fp8_names_the_command() -> No
         "GPT-2 124M with an FP8 head, 100 M tokens: 0.0060 [0.0043, 0.0083] nat above bf16, INCONCLUSIVE within 0.005; "
         in said
     )
-    assert "it comes to bf16's loss 1.25× [1.01, 1.55] as fast (results/h200/convergence-gpt2)" in said
+    assert (
+        "it reaches bf16's loss 1.25× [1.01, 1.55] as fast, we estimate from the 2 of 12 pairs that share a host (results/"
+        in said
+    )
     command = "te-bench run convergence --preset gpt2-short --model gpt2 --recipes delayed_scaling --seeds 14 --fused"
     assert command in said
     assert "GPU minutes" in said
@@ -245,6 +248,7 @@ def test_the_published_verdicts_are_those_of_the_records() -> None:
         assert (said.verdict, said.margin, said.gap) == (verdict.label(one), verdict.margin, gap)
         ratio = one.speedup.to_equal_loss if one.speedup else None
         assert said.sooner == (text.speedup(ratio) if ratio else None)
+        assert said.on == (one.speedup.within_hosts if one.speedup and ratio else None)
 
 
 def test_what_was_left_out_is_said(tmp_path: Path) -> None:

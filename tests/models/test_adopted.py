@@ -606,8 +606,9 @@ def test_a_model_whose_loss_is_no_number_is_told_that_it_is_its_own() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="planning sees no GPU, and this process one")
 def test_a_model_that_goes_to_a_gpu_by_itself_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"own:on_a_gpu: it raised .*Leave it to te-bench to put a model on a GPU"):
-        probe.find_out(of("on_a_gpu"), 8)
+    for name in ("on_a_gpu", "on_a_gpu_by_torch_with_cuda"):
+        with pytest.raises(ValueError, match=rf"own:{name}: it raised .*Leave it to te-bench to put a model on a GPU"):
+            probe.find_out(of(name), 8)
     (tmp_path / "early.py").write_text("import torch\nW = torch.zeros(1, device='cuda')\ndef make(): ...")
     source = sources.identify("early:make")
     assert source is not None

@@ -83,8 +83,8 @@ DEVICES = frozenset({"cpu"})
 
 #: A step's loss beside an evaluation's of the same weights and batch: the step may be compiled, and rounds elsewhere.
 FORETOLD = 5e-3
-#: In FP8 the two may differ by as much as FP8 moves the loss of the evaluation, at most by so much of it.
-FORETOLD_LOOSEST = 2e-2
+#: Where the step has an FP8 head, and the evaluation a head in bf16.
+FORETOLD_BY_FP8 = 2e-2
 
 # What timed passes of a layer left.
 #: Of the output, beside that of the pass that was checked: both round.

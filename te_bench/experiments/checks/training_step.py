@@ -24,7 +24,7 @@ from te_bench.experiments.checks.gradients import (
     settle,
 )
 from te_bench.experiments.checks.quantity import Quantity, judge
-from te_bench.experiments.checks.tolerances import FACTOR, FORETOLD, FORETOLD_LOOSEST
+from te_bench.experiments.checks.tolerances import FACTOR, FORETOLD, FORETOLD_BY_FP8
 from te_bench.experiments.instruments import memory
 from te_bench.experiments.measurement import CheckFailed
 from te_bench.experiments.problems import StepProblem
@@ -48,10 +48,10 @@ ACTIVATIONS = 1 / 8
 
 
 class Foretold(NamedTuple):
-    """The loss that a step should find, and how far it may be from it."""
+    """The losses that an evaluation finds by its own head, and by an FP8 head that trains; None without one."""
 
     loss: float
-    limit: float
+    by_trained_head: float | None
 
 
 def begin(trial: Trial, tokens: Tensor, targets: Tensor) -> tuple[TrainStep, dict[str, Any]]:
@@ -89,7 +89,7 @@ def require_seed(trial: Trial) -> None:
 def foretold(
     trial: Trial, step: TrainStep, batch: Callable[[], tuple[Tensor, Tensor]], by: Callable[..., float] = evaluate
 ) -> Foretold | None:
-    """Return the loss that a step on this batch should find, by an evaluation of the batch with the head of the training.
+    """Return the loss that a step on this batch should find, by an evaluation of the batch.
 
     None, without a call of `batch`, on devices outside tolerances.DEVICES, and with dropout, a planted fault, a rival or a
     user's model: their steps may find another loss.
@@ -101,21 +101,21 @@ def foretold(
     parts = [x.to(trial.device).chunk(step.optim.accumulate) for x in batch()]
 
     def told(**how: bool) -> float:
-        return by(step.model, zip(*parts, strict=True), trial.precision, as_trained=True, **how)
+        return by(step.model, zip(*parts, strict=True), trial.precision, **how)
 
     with undisturbed(step.model):
-        loss = told()
-        unit = max(1.0, loss)
-        limit = FORETOLD * unit
-        if trial.precision == "fp8":  # another order of sums may move it as far as FP8 does
-            limit = min(math.hypot(limit, loss - told(quantized=False)), FORETOLD_LOOSEST * unit)
-    return Foretold(loss, limit)
+        return Foretold(told(), told(as_trained=True) if p.head == "fp8" else None)
 
 
 def require_foretold(number: int, found: float, told: Foretold | None) -> None:
     """Raise CheckFailed if step `number` found another loss than was foretold."""
-    if told is not None and abs(found - told.loss) > told.limit:
-        raise CheckFailed(f"step {number} found the loss {found:.6g}, and an evaluation of its batch {told.loss:.6g}")
+    if told is None:
+        return
+    bounds = [(told.loss, FORETOLD if told.by_trained_head is None else FORETOLD_BY_FP8)]
+    bounds += [] if told.by_trained_head is None else [(told.by_trained_head, FORETOLD)]
+    for loss, share in bounds:
+        if not abs(found - loss) <= share * max(1.0, loss):  # a NaN is within nothing
+            raise CheckFailed(f"step {number} found the loss {found:.6g}, and an evaluation of its batch {loss:.6g}")
 
 
 def within_memory(trial: Trial) -> Trial:

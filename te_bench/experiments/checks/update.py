@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,13 +29,16 @@ HIGHEST = 1e-3
 ELEMENTS = 2**24  # that are written out at a time
 #: Modes whose random numbers come from torch's generator at each pass: the same state draws the same again.
 DRAWS_ANEW = ("eager", "compile", "compile-blocks")
+#: Copies of each parameter that exist at once: its weights twice, its gradients four times, and two of work.
+COPIES = 8
+SHARE = 0.5  # of a GPU's free memory, for copies; the steps need the rest
 
 
 def checked(check: dict[str, Any], step: TrainStep, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
     """`check` with what two updates of a new step showed, which is left as it was. Raises CheckFailed.
 
-    A step over several ranks, or on a device that is not among tolerances.DEVICES, is not checked. What is compared lies
-    in the host's memory, for a GPU may be full.
+    A step over several ranks, or on a device that is not among tolerances.DEVICES, is not checked. On a GPU as many
+    parameters are compared as it has room for copies of, the largest first: to the host copies take minutes.
     """
     if step.parallel is not SINGLE or step.device.type not in tolerances.DEVICES:
         return check
@@ -72,14 +75,16 @@ def _updates(step: TrainStep) -> int:
 
 def _quantities(step: TrainStep, inputs: Tensor, targets: Tensor) -> list[Quantity]:
     optim = dataclasses.replace(step.optim, learning_rate=min(step.optim.learning_rate, HIGHEST))
-    weights, given = [_weights(step)], list[dict[str, Tensor]]()
+    compared = _compared(step)
+    weights, given = [_weights(step, compared)], list[dict[str, Tensor]]()
     with _put_back(step, weights[0]):
         for number in range(UPDATES):
             with undisturbed(step.model):
-                given.append(_trained(step, inputs, targets.roll(number, 0)))
-            weights.append(_weights(step))
+                given.append(_trained(step, inputs, targets.roll(number, 0), compared))
+            if number == 0:
+                weights.append(_weights(step, compared))
         quantities = []
-        for name, parameter in step.model.named_parameters():
+        for name, parameter in compared.items():
             gradients = [each[name] for each in given if name in each]
             if len(gradients) in (0, UPDATES):  # of experts, an update may choose others
                 moments = step.optimizer.state.get(parameter, {}).get("exp_avg", parameter)
@@ -87,7 +92,7 @@ def _quantities(step: TrainStep, inputs: Tensor, targets: Tensor) -> list[Quanti
         # Last, for a look makes copies of the weights anew, which the steps are to have found renewed.
         for number, (found, begun) in enumerate(zip(given, weights, strict=False)):
             _load(step, begun)
-            looks = functools.partial(_looked, step, inputs, targets.roll(number, 0))
+            looks = functools.partial(_looked, step, inputs, targets.roll(number, 0), compared)
             if (looked := looks()) is not None:
                 error, limit = _apart(found, looked), AGAIN
                 if error > limit and (again := looks()) is not None:
@@ -97,9 +102,30 @@ def _quantities(step: TrainStep, inputs: Tensor, targets: Tensor) -> list[Quanti
     return quantities
 
 
-def _weights(step: TrainStep) -> dict[str, Tensor]:
-    """{parameter: a copy of it on the host}."""
-    return {name: parameter.detach().cpu().clone() for name, parameter in step.model.named_parameters()}
+def _compared(step: TrainStep) -> dict[str, Tensor]:
+    """{name: parameter} of those that there is room for copies of, in the order of the model."""
+    named = dict(step.model.named_parameters())
+    room, chosen = _room(step), set[str]()
+    for name, parameter in sorted(named.items(), key=lambda one: -one[1].nbytes):
+        if COPIES * parameter.nbytes <= room:
+            room -= COPIES * parameter.nbytes
+            chosen.add(name)
+    return {name: parameter for name, parameter in named.items() if name in chosen}
+
+
+def _room(step: TrainStep) -> float:
+    """Return the bytes for copies on the step's device, which has yet to hold moments and gradients where none are."""
+    if step.device.type != "cuda":
+        return math.inf
+    torch.cuda.empty_cache()
+    to_come = 0 if step.optimizer.state else 3 * sum(p.nbytes for p in step.model.parameters())
+    return SHARE * (torch.cuda.mem_get_info(step.device)[0] - to_come)
+
+
+def _weights(step: TrainStep, compared: Collection[str]) -> dict[str, Tensor]:
+    """{parameter: a copy of it}, of those that are not compared on the host."""
+    named = step.model.named_parameters()
+    return {name: p.detach().to(p.device if name in compared else "cpu", copy=True) for name, p in named}
 
 
 @torch.no_grad()
@@ -130,13 +156,14 @@ def _put_back(step: TrainStep, weights: dict[str, Tensor]) -> Iterator[None]:
             step.scaler.load_state_dict(scaler)
 
 
-def _looked(step: TrainStep, inputs: Tensor, targets: Tensor) -> dict[str, Tensor] | None:
-    """{parameter: its gradient, on the host} of a pass that changes nothing; None where its random numbers are its own."""
+def _looked(step: TrainStep, inputs: Tensor, targets: Tensor, compared: Collection[str]) -> dict[str, Tensor] | None:
+    """{parameter: its gradient} of a pass that changes nothing; None where its random numbers are its own."""
     if step.table is None and not step.captured:
         step.optimizer.zero_grad(set_to_none=True)
     with undisturbed(step.model):
         before = _random(step)
-        found = {name: gradient.cpu() for name, gradient in step.gradients(inputs, targets, records=True)[1].items()}
+        given = step.gradients(inputs, targets, records=True)[1]
+        found = {name: gradient.clone() for name, gradient in given.items() if name in compared}
         return None if step.mode not in DRAWS_ANEW and not torch.equal(_random(step), before) else found
 
 
@@ -144,12 +171,12 @@ def _random(step: TrainStep) -> Tensor:
     return torch.cuda.get_rng_state(step.device) if step.device.type == "cuda" else torch.get_rng_state()
 
 
-def _trained(step: TrainStep, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """One step; {parameter: the gradient that it was updated by}, on the host."""
+def _trained(step: TrainStep, inputs: Tensor, targets: Tensor, compared: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One step; {parameter: the gradient that it was updated by}."""
     found: dict[Any, Tensor] = {}
 
     def look(*_: Any) -> None:
-        found.update({p: p.grad.cpu().clone() for p in step.model.parameters() if p.grad is not None})
+        found.update({p: p.grad.clone() for p in compared.values() if p.grad is not None})
 
     own = step.table is None and not step.captured
     handle = step.optimizer.register_step_pre_hook(look) if own else None
@@ -159,16 +186,19 @@ def _trained(step: TrainStep, inputs: Tensor, targets: Tensor) -> dict[str, Tens
         if handle is not None:
             handle.remove()
     if step.table is not None:
-        found = {p: gradient.cpu() for p, gradient in step.table.gradients().items()}
+        wanted = set(compared.values())
+        found = {p: gradient.clone() for p, gradient in step.table.gradients().items() if p in wanted}
     elif step.captured:  # the graph's own are there after it
         look()
-    return {name: found[p] for name, p in step.model.named_parameters() if p in found}
+    return {name: found[p] for name, p in compared.items() if p in found}
 
 
 def _apart(found: dict[str, Tensor], looked: dict[str, Tensor]) -> float:
-    """The norm of what differs between all gradients of two passes, over one's; infinite where other parameters have any."""
+    """The norm of what differs between the gradients of two passes, over one's; infinite where other parameters have any."""
     if found.keys() != looked.keys():
         return float("inf")
+    if not found:
+        return 0.0
     norms = [(torch.linalg.vector_norm(looked[n] - g), torch.linalg.vector_norm(looked[n])) for n, g in found.items()]
     differ, whole = (torch.stack(each).double().norm().item() for each in zip(*norms, strict=True))
     return differ / max(whole, 1e-30)

@@ -73,7 +73,8 @@ class Quantized(NamedTuple):
         """Return it with None for an orientation that was not requested."""
         data, scale_inv = (self.data, self.scale_inv) if rowwise else (None, None)
         data_t, scale_inv_t = (self.data_t, self.scale_inv_t) if columnwise else (None, None)
-        return self._replace(data=data, scale_inv=scale_inv, data_t=data_t, scale_inv_t=scale_inv_t)
+        # A compiled function cannot return what _replace makes (torch 2.11).
+        return Quantized(data, scale_inv, data_t, scale_inv_t, self.layout, self.layout_t)
 
     def by_rows(self) -> Operand:
         """Return x (M, N), for a GEMM that contracts N."""

@@ -201,8 +201,8 @@ def _heads_of(entry: Entry, mixed: Tensor, gammas: Sequence[Tensor]) -> tuple[li
         if rotation is None:
             return entry.heads.split(mixed), angles
         return [part.flatten(0, 1).flatten(2) for part in rotation.split(mixed, own=True)], angles
-    *normed, v = entry.heads.split(mixed)
-    kept = angles
+    q, k, v = entry.heads.split(mixed)
+    normed, kept = [q, k], angles  # a list: of `*normed, v` torch 2.11's compiler makes a tuple
     for i, (gamma, norm) in enumerate(zip(gammas, (entry.q_norm, entry.k_norm), strict=True)):
         assert norm is not None
         rows = normed[i].reshape(-1, entry.head_dim)

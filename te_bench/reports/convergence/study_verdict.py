@@ -13,6 +13,7 @@ from te_bench.reports.convergence.study import Study, StudyArm
 PASSED, FAILED, UNDECIDED, INCOMPLETE = 0, 1, 3, 4  # exit codes
 GOOD = (Verdict.EQUIVALENT, Verdict.NON_INFERIOR)
 CAUGHT = (Verdict.INFERIOR, Verdict.DIVERGED)
+NOT_FINISHED, WAITS = "not finished", "waits for the others"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +67,21 @@ class StudyVerdict:
     def label(self, finding: ArmVerdict) -> str:
         """Return the verdict as shown in tables."""
         if finding.hidden or (finding.missing and (self.unfinished or self.study.broken_off)):
-            return "not finished"
-        return f"{finding.verdict}{' (void)' if finding in self.recipes and not self.stands else ''}"
+            return NOT_FINISHED
+        if self._waits(finding):
+            return WAITS
+        if finding not in self.recipes or self.stands:
+            return str(finding.verdict)
+        open_ended = self.unfinished and any(other is not None and other.hidden for other in (self.aa, self.broken))
+        return f"{finding.verdict} ({NOT_FINISHED if open_ended else 'void'})"
+
+    def _waits(self, finding: ArmVerdict) -> bool:
+        """Whether runs of others may still change a recipe's verdict: until they are done Holm counts them as lost."""
+        if finding not in self.recipes:
+            return False
+        c, undecided = finding.judgement.comparison, finding.verdict is Verdict.INCONCLUSIVE
+        alone = c is not None and c.verdict is not Verdict.INCONCLUSIVE
+        return undecided and alone and any(other.hidden for other in self.recipes)
 
     def reason(self, finding: ArmVerdict) -> str | None:
         """Return the reason for an arm's verdict; None if only trials that have not run yet are missing."""
@@ -99,32 +113,51 @@ class StudyVerdict:
     @property
     def sentence(self) -> str:
         """The verdict in one sentence; for an unfinished run it ends with the command that continues it."""
+        if self.void and not self.unfinished:
+            return f"No verdict: {self.void}."
+        so_far = self._said() if self.stands and self._shown() else ""
         if self.unfinished:
-            so_far = self._said() if self.sound and any(not found.missing for found in self.recipes) else ""
-            return f"{so_far}{' ' if so_far else ''}Unfinished: {self.void} to go. Go on: {self.study.again}"
-        return f"No verdict: {self.void}." if self.void else self._said()
+            to_go = f"{self.void} to go"
+        elif any(found.hidden for found in self.findings) and self.study.to_go:
+            to_go = f"{self.study.to_go} trials to go"
+        else:
+            return (
+                so_far or f"No verdict: {'; '.join(found.missing or found.judgement.reason for found in self.recipes)}."
+            )
+        return f"{so_far}{' ' if so_far else ''}Unfinished: {to_go}. Go on: {self.study.again}"
+
+    def _shown(self) -> list[ArmVerdict]:
+        """Return the recipes whose runs are done, and those that diverged before."""
+        return [found for found in self.recipes if not found.hidden or found.verdict is Verdict.DIVERGED]
 
     def _said(self) -> str:
         """Return the verdicts on the recipes whose runs are done."""
         like, margin = self.study.reference, self.margin
-        words: tuple[tuple[Verdict, bool, str, str, str], ...] = (
+        words: tuple[tuple[str, bool, str, str, str], ...] = (
             (Verdict.EQUIVALENT, False, "trains", "train", f" like {like} (final loss within {margin:g} nat)"),
             (Verdict.NON_INFERIOR, False, "is", "are", f" not worse than {like} by {margin:g} nat"),
             (Verdict.INFERIOR, False, "ends", "end", f" more than {margin:g} nat above {like}"),
             (Verdict.DIVERGED, False, "diverged", "diverged", ""),
             (Verdict.INCONCLUSIVE, True, "ends", "end", f" above {like}, perhaps by more than {margin:g} nat"),
             (Verdict.INCONCLUSIVE, False, "is", "are", " undecided"),
+            (WAITS, False, "is", "are", " done, and judged with the others"),
         )
         parts = []
         for verdict, worse, one, several, what in words:
-            told = [f for f in self.recipes if f.verdict is verdict and not f.hidden and worse is _shown_worse(f)]
+            told = [f for f in self._shown() if verdict == self._word(f) and worse is _shown_worse(f, verdict)]
             if told:
                 verb = several if len(told) > 1 or self.study.fewer_bits else one  # "weights" is plural
                 parts.append(f"{verdict}: {_all([self._named(f) for f in told])} {verb}{what}")
+        lost = [found.arm.name for found in self.recipes if found.hidden and found.verdict is not Verdict.DIVERGED]
+        if lost and not self.study.to_go:
+            parts.append(f"{NOT_FINISHED}: {_all(lost)}")
         if (first := self.study.primary) is not None and any(found.judgement.waits for found in self.recipes):
             parts.append(f"{first.name} is judged first, and the others pass only where it does")
         said = ("Exploration, no test: " if self.exploration else "") + "; ".join(parts) + "."
         return said if self.study.scope is None else f"FP8 {self.study.scope}: {said} This says nothing of FP8 before."
+
+    def _word(self, found: ArmVerdict) -> str:
+        return WAITS if self._waits(found) else str(found.verdict)
 
     def _named(self, found: ArmVerdict) -> str:
         needed, name = found.judgement.seeds_needed, found.arm.name
@@ -133,14 +166,16 @@ class StudyVerdict:
         c = found.judgement.comparison
         if found.verdict is not Verdict.INCONCLUSIVE or c is None or c.interval is None:
             return name
-        more = f"; at least {needed} seeds needed" if needed else ""
+        more = f"; at least {needed} seeds needed" if needed and not self._waits(found) else ""
         return f"{name} ({in_words(c.gap, c.interval, c.alpha)}{more})"
 
 
-def _shown_worse(found: ArmVerdict) -> bool:
-    """Whether an undecided arm's interval is above 0."""
+def _shown_worse(found: ArmVerdict, verdict: str) -> bool:
+    """Whether an undecided arm's interval is above 0, and reaches beyond the margin."""
     c = found.judgement.comparison
-    return found.verdict is Verdict.INCONCLUSIVE and c is not None and c.interval is not None and c.interval[0] > 0
+    if verdict != Verdict.INCONCLUSIVE or c is None or c.interval is None:
+        return False
+    return c.interval[0] > 0 and c.interval[1] > c.margin
 
 
 def _all(names: list[str]) -> str:

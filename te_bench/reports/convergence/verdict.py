@@ -60,7 +60,10 @@ def judge_study(study: Study, *, margin: float | None = None, alpha: float | Non
         None if arm is None else _arm_verdict(study, control, arm, _judge_alone(study, control, arm, bar, level))
         for arm in (study.aa, study.broken)
     )
-    recipes = tuple(_arm_verdict(study, control, arm, judged[arm.name]) for arm in study.recipes)
+    # What hides a gap is the plan: by a wider margin an early look would decide what the plan has not.
+    by_plan = [study.number(name) or asked for name, asked in (("margin", bar), ("alpha", level))]
+    planned = judged if by_plan == [bar, level] else _judge_recipes(study, control, *by_plan)
+    recipes = tuple(_arm_verdict(study, control, arm, judged[arm.name], planned[arm.name]) for arm in study.recipes)
     void = spoilt = why_void(control, aa, broken, bar)
     runs = sum(len(arm.runs) for arm in study.arms)
     unfinished = study.to_go > 0 and not study.broken_off and _is_open(control, recipes, aa, broken)
@@ -305,9 +308,12 @@ def _is_open(
     return undecided in (aa.verdict, broken.verdict) or all(found.verdict is undecided for found in recipes)
 
 
-def _arm_verdict(study: Study, control: StudyArm, arm: StudyArm, judgement: CandidateVerdict) -> ArmVerdict:
+def _arm_verdict(
+    study: Study, control: StudyArm, arm: StudyArm, judgement: CandidateVerdict, planned: CandidateVerdict | None = None
+) -> ArmVerdict:
+    """Return an arm's verdict; planned: by the plan's margin, if `judgement` may be by another."""
     seeds, c, sides = paired_seeds(study, arm), judgement.comparison, study.beside(arm)
-    missing = _missing_seeds(study, arm) if study.pool is None else _unfinished(study, arm, judgement)
+    missing = _missing_seeds(study, arm) if study.pool is None else _unfinished(study, arm, planned or judgement)
     if missing and study.judgement and not study.broken_off:
         untold = judgement if judgement.verdict is Verdict.DIVERGED else _inconclusive(missing, judgement.family)
         return ArmVerdict(arm=arm, seeds=seeds, judgement=untold, missing=missing, hidden=True)

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from te_bench.experiments.problems import TrainingProblem
-from te_bench.reports.analysis.measures import Ratio
 from te_bench.reports.analysis.naming import recipe_name
 from te_bench.reports.analysis.rows import grouped, load_results, printable
 from te_bench.reports.convergence.effort import Effort, effort_of
-from te_bench.reports.convergence.equivalence import Verdict
+from te_bench.reports.convergence.equivalence import Verdict, level
+from te_bench.reports.convergence.speedup import Speedup
 from te_bench.reports.convergence.study import Study
 from te_bench.reports.convergence.study_verdict import ArmVerdict, StudyVerdict
 from te_bench.reports.convergence.verdict import judge_group
 from te_bench.reports.page import text
-from te_bench.reports.page.table import Table, filled, number, speedup, word
-from te_bench.reports.page.verdict_tables import hours, interval, powers
+from te_bench.reports.page.table import Table, filled, number, word
+from te_bench.reports.page.verdict_tables import hours, interval, powers, within_hosts
 
 NAMED = 3  # configurations that are named at most; the rest is counted
 
@@ -44,7 +44,7 @@ class _Row:
     @property
     def shown(self) -> ArmVerdict | None:
         """The recipe that the row shows alone: one with a gap, and a verdict that counts."""
-        return self.findings[0] if self.found.stands and self.findings[0].judgement.comparison else None
+        return self.findings[0] if _alone(self.found, self.findings[0]) else None
 
     @property
     def place(self) -> tuple[bool, int, bool, int]:
@@ -52,7 +52,7 @@ class _Row:
         words = [str(verdict) for verdict in Verdict]
         steps = TrainingProblem.of(self.found.study.arms[0].trial).steps or 0
         rank = words.index(self.label) if self.label in words else len(words)
-        return not (self.found.stands or self.found.unfinished), -steps, self.shown is None, rank
+        return not (self.found.stands or self.found.unfinished), -int(steps), self.shown is None, rank
 
     @property
     def runs(self) -> str:
@@ -88,8 +88,8 @@ def table(results: Path) -> Table:
             "Configuration": word(row.names),
             "Verdict": word(row.label),
             "Margin, nat": number(row.found.margin, lambda margin: f"{margin:g}"),
-            "Gap [90 %], nat": word(_gap(row.shown)),
-            "To equal loss [95 %]": speedup(_to_equal_loss(row.shown)) if row.shown else word(None),
+            "Gap, nat": word(_gap(row)),
+            "To equal loss [95 %]": within_hosts(speed.to_equal_loss, speed) if (speed := _speed(row)) else word(None),
             "Pairs": number(row.pairs, text.count),
             "Power": word(powers(row.findings)),
             "Cost of the study": word(f"{row.runs}, {hours(row.cost)}"),
@@ -101,36 +101,55 @@ def table(results: Path) -> Table:
 
 
 def summary(results: Path) -> str:
-    """Return what the longest training of each model showed, a line for each recipe, in Markdown."""
+    """Return what the longest trainings of each model showed, a line for each recipe, in Markdown."""
     lines = list[str]()
-    rows = [row for row in _rows(results.resolve()) if row.shown]
-    for of_model in grouped(rows, lambda row: TrainingProblem.of(row.found.study.arms[0].trial).model).values():
-        longest = [row for row in of_model if row.found is of_model[0].found]
-        first = longest[0]
-        p = TrainingProblem.of(first.found.study.arms[0].trial)
-        seen = int(p.steps or 0) * int(p.batch) * p.block * int(p.accumulate or 1) / 1e6
-        lines += [f"{training(first.found.study)}, {seen:.0f} M tokens a run ({first.runs}, {hours(first.cost)}):", ""]
-        lines += [f"- **{row.names}** {_said(row, row.shown)}." for row in longest if row.shown]
-    return "\n".join(lines) + "\n"
+    rows = [row for row in _rows(results.resolve()) if row.found.stands and not row.findings[0].hidden]
+    for of_model in grouped(rows, lambda row: _problem(row).model).values():
+        longest = [row for row in of_model if _problem(row).steps == _problem(of_model[0]).steps]
+        for of_study in grouped(longest, lambda row: (row.folder, row.found.study.title)).values():
+            first, p = of_study[0], _problem(of_study[0])
+            seen = int(p.steps or 0) * int(p.batch) * p.block * int(p.accumulate or 1) / 1e6
+            lines += [
+                f"{training(first.found.study)}, {seen:.0f} M tokens a run ({first.runs}, {hours(first.cost)}):",
+                "",
+            ]
+            lines += [f"- **{row.names}** {_said(row)}." for row in of_study] + [""]
+    return "\n".join(lines)
 
 
-def _said(row: _Row, found: ArmVerdict) -> str:
-    study, c, ratio = row.found.study, found.judgement.comparison, _to_equal_loss(found)
-    assert c is not None
-    share, side = abs(row.found.gap_percent(found) or 0), "above" if c.gap > 0 else "below"
-    said = f"ends {abs(c.gap):.4f} nat ({share:.2f} %) {side} {study.reference} {interval(c.interval)}"
-    if ratio is not None:
-        said += f" and comes to {study.whose} final loss {text.speedup(ratio)} as fast"
-    return f"{said}: {row.label} at a margin of {row.found.margin:g} nat ({c.n} pairs, power {powers([found])})"
+def _said(row: _Row) -> str:
+    if row.shown is None or (c := row.shown.judgement.comparison) is None:
+        return f"is {row.label}" if row.label != Verdict.DIVERGED else "diverged"
+    study, power = row.found.study, powers([row.shown])
+    share, side = abs(row.found.gap_percent(row.shown) or 0), "above" if c.gap > 0 else "below"
+    said = (
+        f"ends {abs(c.gap):.4f} nat ({share:.2f} %) {side} {study.reference}"
+        if c.gap
+        else f"ends as {study.reference} does"
+    )
+    said += f" ({level(c.alpha)} {interval(c.interval)})" if c.interval else ""
+    certain = f", power {power} at a gap of 0" if power else ""
+    said += f": {row.label} at a margin of {c.margin:g} nat ({c.n} seeds{certain})"
+    speed = _speed(row)
+    if speed is None or speed.to_equal_loss is None:
+        return said
+    on = f" from the {speed.within_hosts.replace('share', 'that share')}" if speed.within_hosts else ""
+    return f"{said}. It reaches {study.whose} final loss {text.speedup(speed.to_equal_loss)} as fast, we estimate{on}"
 
 
-def _gap(found: ArmVerdict | None) -> str | None:
-    c = None if found is None else found.judgement.comparison
-    return None if c is None else f"{text.signed(c.gap)} {interval(c.interval) or ''}".rstrip()
+def _problem(row: _Row) -> TrainingProblem:
+    return TrainingProblem.of(row.found.study.arms[0].trial)
 
 
-def _to_equal_loss(found: ArmVerdict) -> Ratio | None:
-    return found.speedup.to_equal_loss if found.speedup else None
+def _gap(row: _Row) -> str | None:
+    c = None if row.shown is None else row.shown.judgement.comparison
+    if c is None:
+        return None
+    return f"{text.signed(c.gap)}, {level(c.alpha)} {interval(c.interval)}" if c.interval else text.signed(c.gap)
+
+
+def _speed(row: _Row) -> Speedup | None:
+    return None if row.shown is None else row.shown.speedup
 
 
 @functools.cache  # two pages show them, and reading takes seconds
@@ -153,5 +172,8 @@ def _of_folders(results: Path) -> Iterator[_Row]:
 
 def _together(found: StudyVerdict, finding: ArmVerdict) -> tuple[str, str]:
     """Return what the findings of a row share: a gap that counts has a row of its own."""
-    alone = found.stands and finding.judgement.comparison
-    return found.label(finding), finding.arm.name if alone else ""
+    return found.label(finding), finding.arm.name if _alone(found, finding) else ""
+
+
+def _alone(found: StudyVerdict, finding: ArmVerdict) -> bool:
+    return found.stands and finding.judgement.comparison is not None

@@ -56,6 +56,7 @@ def forest(found: StudyVerdict) -> Figure | None:
         axes.plot([low, high], [row, row], color=colour, linewidth=2.2, solid_capstyle="butt")
         axes.plot([comparison.gap], [row], "o", color=colour, markersize=6)
     axes.set_xlim(-widest, widest)
+    axes.locator_params(axis="x", nbins=5)  # labels as wide as -0.0050
     within = f"shaded: within the margin {found.margin:g}"
     axes.set_xlabel(f"final loss less {found.study.whose}, nat, with {level(found.alpha)} ({within})")
     return figure

@@ -127,21 +127,23 @@ def reasons(found: StudyVerdict) -> Table | None:
 
 def between(found: StudyVerdict) -> Table | None:
     """Return the table of each recipe beside the first, seed by seed, of those whose runs are done; not of a pool's."""
-    done = [one.arm for one in found.recipes if one.judgement.comparison and found.study.pool is None]
+    done = [one for one in found.recipes if one.judgement.comparison and found.study.pool is None]
     shown = []
-    for arm in done[1:]:
-        seeds = [seed for seed in arm.finals if seed in done[0].finals]
-        sides = ([side.finals[seed] for seed in seeds] for side in (arm, done[0]))
+    for one in done[1:]:
+        seeds = [seed for seed in one.seeds if seed in done[0].seeds]
+        if len(seeds) < 2:
+            continue
+        sides = ([side.arm.finals[seed] for seed in seeds] for side in (one, done[0]))
         c = compare(*sides, margin=found.margin, alpha=found.alpha)
         shown.append(
             {
-                "Configuration": word(arm.name),
-                "Above the first, nat": number(c.gap, text.signed),
+                "Configuration": word(one.arm.name),
+                "Above it, nat": number(c.gap, text.signed),
                 "95 %": word(interval(c.interval_95)),
                 "Pairs": number(c.n, text.count),
             }
         )
-    title = f"{found.study.title}: beside {done[0].name}" if shown else ""
+    title = f"{found.study.title}: beside {done[0].arm.name}" if shown else ""
     return table_of("between", title, shown, "Mean difference of the final losses on the same seeds; no planned test.")
 
 

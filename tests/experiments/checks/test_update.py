@@ -1,6 +1,7 @@
 """The check of whole steps: what trains otherwise than the gradients that were looked at fails, and leaves no trace."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from te_bench.experiments import trial_model
-from te_bench.experiments.checks import training_step
+from te_bench.experiments.checks import training_step, update
 from te_bench.experiments.measurement import CheckFailed, Context
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import train_step
 from te_bench.kernels import adamw
 from te_bench.kernels.adamw.backends import reference
 from te_bench.training import step as steps
-from te_bench.training.evaluation import evaluate
 from te_bench.training.step import TrainStep
 
 pytestmark = pytest.mark.usefixtures("one_thread", "plain_heads")
@@ -264,15 +264,66 @@ def test_an_honest_step_on_a_gpu_does_as_it_was_foretold(recipe, head, mode):
     assert train_step.run(trial, Context()).samples["latency_s"]
 
 
-def test_the_loss_is_foretold_by_the_head_that_trains():
-    """An FP8 head finds another loss than the bf16 head of evaluations."""
+def trained_by_fp8_head() -> tuple[Trial, TrainStep, tuple[Tensor, Tensor]]:
     trial = a_trial("delayed_scaling_e4m3", **{**FUSED, "head": "fp8"})
     batch = train_step.random_batches(trial)[0]
     step = trial_model.step_of(trial)
     for _ in range(20):
         step(*batch)
-    told, other = training_step.foretold(trial, step, lambda: batch), evaluate(step.model, iter([batch]), "fp8")
-    found = step(*batch).item()
+    return trial, step, batch
+
+
+def test_an_fp8_head_is_held_to_an_evaluation_by_itself_and_loosely_to_one_by_a_bf16_head():
+    trial, step, batch = trained_by_fp8_head()
+    told = training_step.foretold(trial, step, lambda: batch)
     assert told is not None
-    assert abs(found - told.loss) < told.limit < 2e-2 * found
-    assert abs(found - told.loss) < abs(found - other)
+    assert told.by_trained_head is not None
+    found = step(*batch).item()
+    assert abs(found - told.by_trained_head) < abs(found - told.loss) < 2e-3 * found
+    training_step.require_foretold(20, found, told)
+    for wrong in (told._replace(by_trained_head=1.006 * found), told._replace(loss=0.97 * found)):
+        with pytest.raises(CheckFailed, match=r"^step 20 found the loss .*, and an evaluation of its batch "):
+            training_step.require_foretold(20, found, wrong)
+    for nothing in (told._replace(loss=math.nan), told._replace(by_trained_head=math.nan)):
+        with pytest.raises(CheckFailed):
+            training_step.require_foretold(20, found, nothing)
+
+
+@pytest.mark.parametrize("head", ["chunked", "fp8"])
+def test_a_head_that_trains_by_old_weights_is_seen(head, monkeypatch):
+    """The evaluation of such a head by itself would find the same."""
+    trial = a_trial("delayed_scaling_e4m3", **{**FUSED, "head": head, "learning_rate": 1e-2})
+    batch = train_step.random_batches(trial)[0]
+    step = trial_model.step_of(trial)
+    right, kept = step.model.heads[True], list[Tensor]()
+
+    def old(hidden: Tensor, weight: Tensor, *more: Any, **named: Any) -> Any:
+        kept.append(weight.detach().clone())
+        return right.forward(hidden, kept[0], *more, **named)
+
+    monkeypatch.setitem(step.model.heads, True, dataclasses.replace(right, forward=old, copied=False))
+    for _ in range(20):
+        step(*batch)
+    told = training_step.foretold(trial, step, lambda: batch)
+    with pytest.raises(CheckFailed, match=r"^step 20 found the loss"):
+        training_step.require_foretold(20, step(*batch).item(), told)
+
+
+@pytest.mark.parametrize(("recipe", "problem"), [(None, {}), ("delayed_scaling", FUSED)])
+@pytest.mark.parametrize("room", [0, 2**17])
+def test_a_gpu_without_room_has_as_many_parameters_compared_as_fit(recipe, problem, room, monkeypatch):
+    """The largest that fit; the step is left as it was all the same, and a wrong gradient of those is seen."""
+    monkeypatch.setattr(update, "_room", lambda step: room)
+    trial = a_trial(recipe, **problem)
+    step = trial_model.step_of(trial)
+    batch = train_step.random_batches(trial)[0]
+    before = {name: parameter.detach().clone() for name, parameter in step.model.named_parameters()}
+    check = update.checked({"quantities": []}, step, *batch)
+    found = {q["name"].removeprefix("update ") for q in check["quantities"]} & before.keys()
+    assert bool(found) == bool(room)
+    assert sum(before[name].nbytes for name in found) * update.COPIES <= room
+    assert all(torch.equal(parameter, before[name]) for name, parameter in step.model.named_parameters())
+    if room:
+        half_of_the_batch(monkeypatch)
+        with pytest.raises(CheckFailed, match="grad of update"):
+            update.checked({"quantities": []}, trial_model.step_of(trial), *batch)

@@ -391,10 +391,13 @@ OTHER_LOSS = "^step {} found the loss .*, and an evaluation of its batch "
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
-def test_a_training_that_reads_or_records_other_than_the_plan_fails(trial, context, monkeypatch, fault, reason, order):
+@pytest.mark.parametrize("precision", [("bf16",), ("fp8", "delayed_scaling")], ids=lambda x: x[0])
+def test_a_training_that_reads_or_records_other_than_the_plan_fails(
+    trial, context, monkeypatch, fault, reason, order, precision
+):
     fault(monkeypatch)
     with pytest.raises(CheckFailed, match=reason):
-        training.run(trial("bf16", steps=6, eval_every=2, seed=1, **order), context)
+        training.run(trial(*precision, steps=6, eval_every=2, seed=1, **order), context)
 
 
 @pytest.mark.usefixtures("unchecked")

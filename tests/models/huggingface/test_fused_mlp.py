@@ -101,7 +101,8 @@ def train(model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
 
 def is_fused(model: nn.Module, x: Tensor) -> bool:
     """Whether the model's output is of the fused MLP, by the names in its graph."""
-    found, todo = set(), [model(x).grad_fn]
+    y = model(x)  # held: torch 2.11 forgets the graph of a Function whose output is gone
+    found, todo = set(), [y.grad_fn]
     while todo:
         node = todo.pop()
         if node is not None and node not in found:

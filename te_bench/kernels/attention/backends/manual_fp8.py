@@ -19,7 +19,7 @@ from torch import Tensor
 
 from te_bench.kernels.attention import Backend, unsupported_in_fp8
 from te_bench.kernels.attention.sdpa import repeat_heads
-from te_bench.kernels.autograd import once_differentiable
+from te_bench.kernels.autograd import cast, once_differentiable
 from te_bench.kernels.quantize.backends.reference import scale_from_amax
 
 FORMAT = torch.float8_e4m3fn
@@ -65,7 +65,7 @@ class _Attention(torch.autograd.Function):
         m_i = scores.amax(-1, keepdim=True)
         weights = WEIGHTS * (scores - m_i).exp()
         l_i = weights.sum(-1, keepdim=True)
-        out = (weights.to(FORMAT).float() @ _rounded(v, q) / l_i).to(q.dtype)
+        out = cast(weights.to(FORMAT).float() @ _rounded(v, q) / l_i, q.dtype)
         lse = (m_i + (l_i / WEIGHTS).log()).squeeze(-1)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.settings = causal, scale

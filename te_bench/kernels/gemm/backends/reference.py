@@ -6,6 +6,7 @@ It is one operator, te_bench::reference_gemm: a profiler sees each product, comp
 import torch
 from torch import Tensor
 
+from te_bench.kernels.autograd import cast
 from te_bench.kernels.gemm import Backend, Problem
 from te_bench.kernels.gemm.operands import check, refusal
 from te_bench.kernels.gemm.operators import as_operator
@@ -44,7 +45,7 @@ def dequantized(a: Operand, b: Operand, *, out_dtype: torch.dtype, bias: Tensor 
     """Compute D = dequantise(a) @ dequantise(b).T + bias in float32, for any layouts; (M, K), (N, K) -> (M, N)."""
     with torch.autocast(a.data.device.type, enabled=False):
         out = dequantize(a) @ dequantize(b).t()
-        return (out if bias is None else out + bias.float()).to(out_dtype)
+        return cast(out if bias is None else out + bias.float(), out_dtype)
 
 
 def _blocks(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor) -> Tensor:
