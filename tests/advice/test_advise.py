@@ -15,13 +15,10 @@ from te_bench.experiments.problems import TrialProblem
 from te_bench.experiments.run_options import seconds
 from te_bench.experiments.spec import Options, Record, Trial
 from te_bench.reports.analysis.measures import of_processes
-from te_bench.reports.convergence import published
 
 
-def test_the_fastest_is_found_predicted_and_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fastest_is_found_predicted_and_verified(tmp_path: Path) -> None:
     """Of recipes that are not told apart the one with a published verdict is advised."""
-    judged = dataclasses.replace(published.PUBLISHED[0], recipe="delayed_scaling_e4m3", fused=True, fp8_head=True)
-    monkeypatch.setattr(published, "PUBLISHED", (judged,))
     machine = Machine(question())
     evidence = gathered(machine)
     found = decided(machine, evidence, tmp_path)
@@ -363,8 +360,7 @@ def test_what_runs_out_of_memory_is_surveyed_and_trained_in_micro_batches(tmp_pa
 
 def test_of_larger_batches_that_fit_the_fastest_per_token_is_told(tmp_path: Path) -> None:
     def per_token(trial: Trial) -> float:
-        tied = 1.0 if trial.recipe in (None, candidates.DELAYED) else 1.1
-        return tied * {12: 1.0, 24: 1.8, 48: 3.4}[trial.problem["batch"]]
+        return {12: 1.0, 24: 1.8, 48: 3.4}[trial.problem["batch"]]
 
     machine = Machine(question(), gib=grows, times_of_step=per_token)
     evidence = gathered(machine, room=80 * 2.0**30)
