@@ -162,7 +162,7 @@ def test_what_the_command_line_fixes_stays(command: Command) -> None:
     assert not any("--branch-at" in one["command"] for one in ending)
 
 
-@pytest.mark.parametrize(("preset", "hours"), [("gpt2", 1000), ("gpt2-short", 54)])
+@pytest.mark.parametrize(("preset", "hours"), [pytest.param("gpt2", 1000, marks=pytest.mark.slow), ("gpt2-short", 54)])
 def test_a_budget_larger_than_any_study_s_is_as_many_seeds_as_a_run_takes(
     command: Command, preset: str, hours: int
 ) -> None:
