@@ -112,19 +112,25 @@ class StudyVerdict:
 
     @property
     def sentence(self) -> str:
-        """The verdict in one sentence; for an unfinished run it ends with the command that continues it."""
+        """The verdict in words; for an unfinished run it ends with the command that continues it."""
+        return f"{self.headline} Go on: {self.study.again}" if self._to_go else self.headline
+
+    @property
+    def headline(self) -> str:
+        """The verdict in words, without a command."""
         if self.void and not self.unfinished:
             return f"No verdict: {self.void}."
-        so_far = self._said() if self.stands and self._shown() else ""
+        said = [self._said()] if self.stands and self._shown() else []
+        said += [f"Unfinished: {to_go}."] if (to_go := self._to_go) else []
+        why = "; ".join(found.missing or found.judgement.reason for found in self.recipes)
+        return " ".join(said) or f"No verdict: {why}."
+
+    @property
+    def _to_go(self) -> str:
         if self.unfinished:
-            to_go = f"{self.void} to go"
-        elif any(found.hidden for found in self.findings) and self.study.to_go:
-            to_go = f"{self.study.to_go} trials to go"
-        else:
-            return (
-                so_far or f"No verdict: {'; '.join(found.missing or found.judgement.reason for found in self.recipes)}."
-            )
-        return f"{so_far}{' ' if so_far else ''}Unfinished: {to_go}. Go on: {self.study.again}"
+            return f"{self.void} to go"
+        left = self.study.to_go if not self.void and any(found.hidden for found in self.findings) else 0
+        return f"{left} trials to go" if left else ""
 
     def _shown(self) -> list[ArmVerdict]:
         """Return the recipes whose runs are done, and those that diverged before."""

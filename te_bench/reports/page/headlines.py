@@ -17,13 +17,17 @@ EMULATED = "On a CPU FP8 and fused blocks are emulated: these times say nothing 
 NAMED = 4  # configurations that a sentence names at most; it counts the rest
 
 
-def headlines(report: ReportResult) -> list[str]:
-    """Return the answers, most important first; if nothing ended ok, how trials ended."""
+def headlines(report: ReportResult, *, commands: bool = True) -> list[str]:
+    """Return the answers, most important first; if nothing ended ok, how trials ended.
+
+    commands: an unfinished study says by which command it goes on.
+    """
     found = []
     for result in report.groups:
         where = result.group.where
         for verdict in result.studies:
-            found.append((-1, f"{verdict.sentence} ({verdict.study.title}, {where})"))
+            said = verdict.sentence if commands else verdict.headline
+            found.append((-1, f"{said} ({verdict.study.title}, {where})"))
         found += [(0, f"{said}, on {where}.") for said in map(_breaking, result.stress) if said]
         found += [(0, sentence) for sentence in _fastest(result.steps, "", where)]
         for variant in result.layers:

@@ -15,14 +15,14 @@ from te_bench.reports.page.template import rendered
 
 HEADING = 60  # characters that fit in two lines on a telephone 400 pixels wide
 FEWER_BITS = "Do they train like float32?"  # the heading of a verdict on weights and states
-ANSWER = "attention_choice"  # the table that stands before its section's figures
+ANSWERS = ("verdict_brief", "attention_choice")  # tables that stand before their section's figures
 #: The page's sections: anchor, heading, kinds of figures, names of tables. A section without content is left out.
 SECTIONS = (
     (
         "verdict",
         "Does FP8 train like bf16?",
         ("verdict_forest", "verdict_time", "verdict_gap", "verdict_spikes", "verdict_numerics"),
-        ("verdict", "verdict_reasons", "between", "equal_loss", "stability"),
+        ("verdict_brief", "verdict", "verdict_reasons", "between", "equal_loss", "stability"),
     ),
     ("stress", "Where each precision breaks", ("stress",), ("stress",)),
     ("ladder", "Time and memory of a training step", ("ladder", "memory"), ("ladder", "memory")),
@@ -31,7 +31,7 @@ SECTIONS = (
     ("layer", "One transformer layer", ("layer_time",), ("layer", "layer_kinds", "layer_kernels")),
     ("curves", "Loss curves", ("loss_step", "loss_time"), ("curves",)),
     ("max-batch", "Largest batch", ("max_batch",), ("max_batch",)),
-    ("attention", "Attention alone", ("attention",), (ANSWER, "attention", "attention_ratios")),
+    ("attention", "Attention alone", ("attention",), ("attention_choice", "attention", "attention_ratios")),
     ("heads", "Heads alone", (), ("heads",)),
     ("pieces", "Norms and activations alone", (), ("pieces",)),
     ("gemms", "GEMMs alone", (), ("gemms",)),
@@ -87,7 +87,7 @@ def draw(report: ReportResult) -> list[list[Drawing]]:
 
 def page(report: ReportResult, drawn: Sequence[Sequence[Drawing]]) -> dict[str, Any]:
     """Return the content of both templates."""
-    sentences, results = headlines.headlines(report), report.results
+    sentences, results = headlines.headlines(report, commands=False), report.results
     titles = list(dict.fromkeys(printable(group.title or group.suite) for group in results.groups))
     heading, rest = _headed(titles)
     judged = [verdict.study for result in report.groups for verdict in result.studies]
@@ -138,9 +138,9 @@ def _section(
         title = several if len(report.results.environments) > 1 else group.title or group.suite
         part = {
             "heading": printable(title) if len(report.groups) > 1 else "",
-            "answers": tables.tables_of(result, ANSWER) if ANSWER in names else [],
+            "answers": [table for name in names if name in ANSWERS for table in tables.tables_of(result, name)],
             "drawings": [drawing for drawing in drawings if drawing.kind in kinds],
-            "tables": [table for name in names if name != ANSWER for table in tables.tables_of(result, name)],
+            "tables": [table for name in names if name not in ANSWERS for table in tables.tables_of(result, name)],
         }
         if part["drawings"] or part["tables"]:
             parts.append(part)

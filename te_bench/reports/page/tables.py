@@ -58,6 +58,7 @@ TABLES: dict[str, Callable[[GroupResult], Sequence[Table | None] | Table | None]
     "layer_kernels": _each("layers", layer_tables.kernels),
     "curves": _each("trainings", training_tables.curves),
     "verdict": _each("studies", verdict_tables.gaps),
+    "verdict_brief": _each("studies", verdict_tables.brief),
     "losses": _each("studies", verdict_tables.losses),
     "verdict_reasons": _each("studies", verdict_tables.reasons),
     "between": _each("studies", verdict_tables.between),

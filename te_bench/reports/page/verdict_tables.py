@@ -1,5 +1,6 @@
 """Make the tables of a convergence verdict: gaps against the margin, and reasons."""
 
+import dataclasses
 from collections.abc import Iterable
 from statistics import fmean
 
@@ -148,13 +149,13 @@ def between(found: StudyVerdict) -> Table | None:
 
 
 def brief(found: StudyVerdict) -> Table | None:
-    """Return the columns of `gaps` that fit on a terminal."""
+    """Return the columns of `gaps` that fit on a terminal and a telephone."""
     whole = gaps(found)
     if whole is None:
         return None
     runs = "Pairs" if found.study.pool is None else "Runs"
     narrow = ("Configuration", "Verdict", "Gap, nat", level(found.alpha), runs, "To equal loss")
-    return whole.only(narrow)
+    return dataclasses.replace(whole.only(narrow), name="verdict_brief", note=f"{effort(found)}.")
 
 
 def interval(ends: tuple[float, float] | None) -> str | None:

@@ -19,9 +19,14 @@ FIGURES = """[...document.querySelectorAll("figure svg")].map((svg) => {
 TABLES = """[...document.querySelectorAll(".table")].filter((e) => e.clientWidth).map((e) => {
   const shade = () => getComputedStyle(e).boxShadow !== "none", shaded = shade();
   const found = {hidden: e.scrollWidth - e.clientWidth, cue: e.previousElementSibling.getBoundingClientRect().height};
+  const seen = () => {
+    const each = e.querySelector("caption span").getBoundingClientRect();
+    return each.left >= 0 && each.right <= innerWidth;
+  };
+  const captions = [seen()];
   e.scrollLeft = e.scrollWidth;
   e.dispatchEvent(new Event("scroll"));
-  return {...found, shaded, shaded_at_the_end: shade()};
+  return {...found, shaded, shaded_at_the_end: shade(), captions: [...captions, seen()]};
 })"""
 SORTED = """((place) => {
   const table = document.querySelector("table"), headings = [...table.tHead.rows[0].cells];
@@ -112,6 +117,7 @@ def test_a_table_that_is_cut_says_so(site, chromium, width):
     assert bool(cut) == (width == 400)
     for table in tables:
         assert (table["cue"] > 10, table["shaded"], table["shaded_at_the_end"]) == (table in cut, table in cut, False)
+        assert table["captions"] == [True, True]  # it does not scroll with the table
 
 
 def test_hostile_text_runs_nothing(site, chromium):

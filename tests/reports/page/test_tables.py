@@ -279,7 +279,7 @@ def test_failures_list_every_trial_that_is_not_ok(tmp_path):
 
 
 #: Of convergence runs: test_verdict_tables.py.
-VERDICT = {"verdict", "losses", "verdict_reasons", "between", "equal_loss", "stability", "stress"}
+VERDICT = {"verdict", "verdict_brief", "losses", "verdict_reasons", "between", "equal_loss", "stability", "stress"}
 SCALING = {"scaling", "scaling_memory"}  # of several GPUs: test_scaled.py
 ALONE = {"heads", "pieces", "gemms", "benchmarks"}  # by records of their own
 
