@@ -19,9 +19,11 @@ OPTIMIZER = "triton"  # of te-bench's own steps
 WHOLE = ("compile", "compile-reduce-overhead")  # modes that compile a whole model
 COMPILED = (PER_BLOCK, *WHOLE)
 LENGTH = 1024  # tokens of a sequence of a user's model, if neither the model nor --tokens gives them
+DELAYED = "delayed_scaling_e4m3"  # the recipe whose scales are known before a cast
 #: Recipes in the order of measurement; the budget may not hold all.
-DELAYED = "delayed_scaling"  # the recipe whose scales are known before a cast
 RECIPES = (DELAYED, "float8_current_scaling", "rowwise_scaling", "float8_block_scaling")
+#: {recipe: why one of RECIPES is measured in its place}
+REPLACED = {"delayed_scaling": f"its gradients in E5M2 end further above bf16 than those of {DELAYED}"}
 OURS = ("gluon", "triton")  # te-bench's attention kernels
 #: On a GPU every attention that trains, the most promising first; on a CPU those that it has kernels for.
 ATTENTIONS = {"cuda": ("cudnn", "flash", "gluon", "triton"), "cpu": ("flash", "manual")}
@@ -315,7 +317,8 @@ def _of_rivals() -> list[Choice]:
     """Return the rivals' steps of a user's model, each as the rival's users train."""
     order = (None, *RECIPES)  # of the budget, tensorwise scaling comes first: torchao's fastest
     adopting = sorted(
-        ((name, rivals.load(name)) for name in rivals.adopting()), key=lambda one: order.index(one[1].recipe)
+        ((name, rivals.load(name)) for name in rivals.adopting()),
+        key=lambda one: (*order, one[1].recipe).index(one[1].recipe),
     )
     return [
         Choice(attention=OWN_ATTENTION, precision=rival.precision, recipe=rival.recipe, mode=mode, rival=name)
@@ -365,8 +368,9 @@ def _recipes(device: str, capability: tuple[int, int] | None, left_out: dict[str
     if capability is not None and capability < (8, 9):
         left_out["FP8"] = f"compute capability {capability[0]}.{capability[1]} has no FP8 tensor cores (8.9)"
         return []
+    left_out |= REPLACED
     known = plugins.names("te_bench.models.recipe")
-    return [name for name in (*RECIPES, *suite_trials.recipes()) if name in known]
+    return [name for name in (*RECIPES, *suite_trials.recipes()) if name in known and name not in REPLACED]
 
 
 def _choices(
