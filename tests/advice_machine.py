@@ -44,7 +44,8 @@ def survey_work(question: Question, layers: int = 12, width: int = 768, **change
 
 
 class Machine:
-    """machine(trials) -> records. times_of_step scales whole steps by trial; fails is {part of a trial's name: outcome}."""
+    """machine(trials) -> records. times_of_step scales whole steps by trial; fails is {part of a
+    trial's name: outcome, or "outcome: reason"}."""
 
     def __init__(
         self,
@@ -75,7 +76,8 @@ class Machine:
     def _record(self, trial: Trial) -> Record:
         outcome = next((outcome for name, outcome in self.fails.items() if name in trial.name), "ok")
         if outcome != "ok":
-            return record(trial, outcome=outcome, reason="planted")
+            outcome, _, reason = outcome.partition(": ")
+            return record(trial, outcome=outcome, reason=reason or "planted")
         if trial.workload == "survey":
             return record(trial, work=self.survey)
         if trial.workload == "train_step":

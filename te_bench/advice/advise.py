@@ -1,4 +1,4 @@
-"""Answer a question in this order: survey, whole steps, deciding parts, predictions, verification by steps. No torch.
+"""Answer a question in this order: survey, steps, deciding parts, predictions, verification, compiled models. No torch.
 
 Every measurement is a trial, run and recorded like those of any suite. A measured trial is not run again.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from te_bench.advice import parts, predict, room
-from te_bench.advice.candidates import Choice, Question
+from te_bench.advice.candidates import WHOLE, Choice, Question
 from te_bench.advice.parts import Made, Part, PartTime
 from te_bench.advice.predict import Prediction
 from te_bench.advice.steps import CLOSE, Pace, frame_of, peak, typical
@@ -108,10 +108,6 @@ class Run:
         if self.budget_s:
             self._announce()
         made, survey = self._survey()
-        self._whole_steps()
-        self.step([(choice, 0) for choice in self.question.choices if self.question.trial(choice).id in self.known])
-        if not any(map(self.held, self.steps.values())) and self._short_of_memory():
-            room.smaller(self)
         times: dict[Part, PartTime] = {}
         predictions: dict[Choice, Prediction] = {}
 
@@ -121,13 +117,26 @@ class Run:
             predictions.update(self._predictions(made, times) | predictions)
             self._verify(predictions, repeated=repeated, first=first)
 
-        further(VERIFIED * self._verification() + self.repetitions(self._fastest()), repeated=True)
-        if self.left_out:  # first measure one alternative and verify the best prediction; then repeat
-            if len(self.steps) < 2:
-                self._spend(1)
-            if not self._verified(predictions):
-                further(self._verification(), first=True)
-        self._repeat()
+        def answer() -> None:
+            """Verify predictions and repeat the fastest step and the user's: what is measured so far has an answer."""
+            further(VERIFIED * self._verification() + self.repetitions(self._fastest()), repeated=True)
+            if self.left_out:  # first measure one alternative and verify the best prediction; then repeat
+                if len(self.steps) < 2:
+                    self._spend(1)
+                if not self._verified(predictions):
+                    further(self._verification(), first=True)
+            self._repeat()
+
+        # How long a GPU's whole model compiles is hard to foresee: have an answer before that.
+        late = WHOLE if self.question.device == "cuda" else ()
+        self._whole_steps(frame for frame in self.question.frames if frame.mode not in late)
+        self.step([(choice, 0) for choice in self.question.choices if self.question.trial(choice).id in self.known])
+        if len(self.steps) > 1 and any(map(self.held, self.steps.values())):
+            answer()
+        self._whole_steps(frame for frame in self.question.frames if frame.mode in late)
+        if not any(map(self.held, self.steps.values())) and self._short_of_memory():
+            room.smaller(self)
+        answer()
         for spend in (False, True):
             if self.left_out:
                 if spend:
@@ -249,20 +258,26 @@ class Run:
             raise NothingMeasured(f"{self.question.model}: {record.outcome}: {record.reason}")
         return Made.of(record.work, share), record
 
-    def _whole_steps(self) -> None:
-        """Measure the user's step whatever the budget; then the other frames, as far as the budget holds them."""
-        frames = self.question.frames
-        self.step([(frames[0], 0)])
-        for frame in frames[1:]:
+    def _whole_steps(self, frames: Iterable[Choice]) -> None:
+        """Measure the user's step whatever the budget; other frames as far as the budget holds them."""
+        for frame in frames:
             trial = self.question.trial(frame)
             captured = replace(frame, mode="cudagraph") in self.steps
             if captured and frame.mode == "eager" and trial.id not in self.known:
                 self.wrong[frame] = "not measured: one CUDA graph launches the same kernels"
                 continue
-            if not self.affordable([trial], self.repetitions(frame)):
+            if trial.id not in self.known and (why := self._unfit(frame)):
+                self.wrong[frame] = why
+                continue
+            if frame != self.question.have and not self.affordable([trial], self.repetitions(frame)):
                 self.left_out[f"{STEPS}{frame.words()}"] = [trial]
                 continue
             self.step([(frame, 0)])
+
+    def _unfit(self, frame: Choice) -> str | None:
+        """Return why the frame's rival cannot train the model, if a step in another mode said so."""
+        reasons = [why for c, why in self.wrong.items() if c.rival == frame.rival]
+        return next((why for why in reasons if why.startswith(f"unsupported: rival {frame.rival}: ")), None)
 
     def _spend(self, most: int | None = None) -> None:
         """Spend the rest of the budget on one step of each mode that was left out in favour of repetitions."""

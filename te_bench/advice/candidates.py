@@ -409,13 +409,18 @@ def _choices(
 
 
 def in_order(have: Choice, choices: list[Choice]) -> list[Choice]:
-    """Return choices in the order of measurement: the user's, then by mode; rivals before te.convert's parts.
+    """Return choices in the order of measurement: the user's, captured steps, eager ones, compiled blocks, compiled models.
 
-    Captured steps come first, because they do not wait for Python, unlike eager steps of many kernels. Compiled steps come
-    last, because each takes a minute to compile; of these compiled blocks come first, because alike blocks share their code.
+    Captured steps do not wait for Python, unlike eager steps of many kernels. Alike blocks share what is compiled, a model
+    takes minutes. Of each, PyTorch's own come first, then rivals', then those with te.convert's parts.
     """
-    modes = ("cudagraph", "eager", *COMPILED)
-    return sorted(choices, key=lambda c: (c != have, modes.index(c.mode), c.parts is not None))
+    modes = ("cudagraph", "eager", PER_BLOCK, *WHOLE)
+
+    def place(choice: Choice) -> tuple[bool, int, int, int]:
+        mode, whose = modes.index(choice.mode), 2 if choice.parts else 1 if choice.rival else 0
+        return choice != have, min(mode, modes.index(WHOLE[0])), whose, mode
+
+    return sorted(choices, key=place)
 
 
 def alone(question: Question, workload: str, problem: Settings, **more: Any) -> Trial:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from te_bench.advice.candidates import COMPILED
 from te_bench.advice.predict import Frame
+from te_bench.experiments.adoption import PER_BLOCK
 from te_bench.experiments.spec import Record, Trial
 from te_bench.reports.analysis.measures import highest, numbers, of_process, of_processes
 
@@ -16,8 +17,8 @@ AGAIN = 0.5  # seconds of a repetition over those of a first run, which checks a
 SLOWEST = 3.0  # limit of the factor over USUAL: how slow a large model's step is does not tell how long it compiles
 #: Expected seconds of a small model's trial, by device and kind, until measured ones replace them.
 USUAL = {
-    "cuda": {"survey": 15.0, "eager": 15.0, "compiled": 60.0, "part": 5.0, "compiled part": 15.0},
-    "cpu": {"survey": 4.0, "eager": 4.0, "compiled": 15.0, "part": 1.5, "compiled part": 6.0},
+    "cuda": {"survey": 15.0, "eager": 15.0, "blocks": 30.0, "compiled": 60.0, "part": 5.0, "compiled part": 15.0},
+    "cpu": {"survey": 4.0, "eager": 4.0, "blocks": 8.0, "compiled": 15.0, "part": 1.5, "compiled part": 6.0},
 }
 
 
@@ -92,5 +93,7 @@ def kind_of(trial: Trial) -> tuple[str, bool]:
     """Return the trial's kind, and whether it is a repetition, which is not checked; like trials take about as long."""
     if trial.workload not in ("train_step", "survey"):
         return "compiled part" if trial.mode in COMPILED else "part", False
-    kind = "survey" if trial.workload == "survey" else "compiled" if trial.mode in COMPILED else "eager"
+    if trial.workload == "survey":
+        return "survey", False
+    kind = "blocks" if trial.mode == PER_BLOCK else "compiled" if trial.mode in COMPILED else "eager"
     return kind, trial.seed > 0

@@ -207,7 +207,9 @@ def test_what_is_promising_and_not_measured_is_named_first_and_its_budget_measur
     ended = {trial.id for trial in machine.asked}
     again = Machine(question(), wall=takes_long)
     more = gathered(again, budget_s=seconds(said[4]), known=ended)
-    assert promised.choice in more.steps
+    assert (
+        min(map(steps.typical, more.steps.values())) <= promised.seconds + promised.bound_s
+    )  # that one, or a faster one
     assert not any("Most promising" in s for s in answer.sentences(more, decided(again, more, tmp_path / "more"), []))
 
 
@@ -231,6 +233,25 @@ def test_one_run_of_each_on_a_gpu_names_what_to_use_and_the_budget_that_repeats_
     alike = Machine(question(), wall=takes_long, times_of_step=barely)
     kept = decided(alike, gathered(alike, budget_s=150.0), tmp_path / "alike")
     assert kept.undecided == f"keep {kept.have.words()} for now"  # processes may differ by as much
+
+
+def test_a_gpu_has_an_answer_before_whole_models_are_compiled(tmp_path: Path) -> None:
+    """As BERT large on an H200: two compilations take most of the default budget."""
+    walls = {"survey": 18.0, "linear": 2.5, "attention": 6.0, "linear_cross_entropy": 6.0}
+
+    def wall(trial: Trial) -> float:
+        step = 200.0 if trial.mode in candidates.WHOLE else 28.0
+        return walls.get(trial.workload, step * (0.45 if trial.seed else 1.0))
+
+    machine = Machine(question(), wall=wall)
+    evidence = gathered(machine, budget_s=600.0)
+    found = decided(machine, evidence, tmp_path)
+    assert (found.exit_code, found.use.precision, found.use.mode, found.runs) == (0, "fp8", "cudagraph", advise.SEEDS)
+    compiled = next(place for place, trial in enumerate(machine.asked) if trial.mode in candidates.WHOLE)
+    assert any(
+        trial.cell == machine.question.trial(found.use).cell and trial.seed for trial in machine.asked[:compiled]
+    )
+    assert machine.clock <= 600.0 + 200.0
 
 
 def test_where_nothing_is_promising_what_was_measured_is_repeated_before_parts_are_timed() -> None:

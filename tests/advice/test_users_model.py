@@ -90,6 +90,18 @@ def test_a_rival_of_a_recipe_that_advice_does_not_measure_comes_last(asked: Ques
     assert len(theirs) == len([choice for choice in asked.choices if choice.rival])
 
 
+def test_a_rival_that_cannot_train_it_is_asked_once(asked: Question) -> None:
+    """And not again for each mode, each of which starts a process."""
+    theirs = Choice(attention=OWN_ATTENTION, precision="fp8", rival="torchao_rowwise", mode="compile")
+    theirs = dataclasses.replace(theirs, recipe="rowwise_scaling")
+    modes = [theirs, dataclasses.replace(theirs, mode="compile-reduce-overhead")]
+    twice = dataclasses.replace(asked, choices=(*asked.choices, modes[1]))
+    machine = Machine(twice, fails={"torchao_rowwise": "unsupported: rival torchao_rowwise: no nn.Linear"})
+    evidence = gathered(machine)
+    assert [evidence.wrong[choice] for choice in modes] == ["unsupported: rival torchao_rowwise: no nn.Linear"] * 2
+    assert sum(trial.problem.get("rival") == "torchao_rowwise" for trial in machine.asked) == 1
+
+
 def test_its_trials_hold_the_source_and_pass_the_plans_check(asked: Question) -> None:
     for choice in asked.choices:
         trial = asked.trial(choice)

@@ -79,7 +79,7 @@ MOVED = {
 
 #: Where honest trials were seen to be within the limits of updates, of foretold losses and of what timed layers left. On
 #: other devices nothing is held to these.
-DEVICES = frozenset({"cpu"})
+DEVICES = frozenset({"cpu", "cuda"})
 
 #: A step's loss beside an evaluation's of the same weights and batch: the step may be compiled, and rounds elsewhere.
 FORETOLD = 5e-3
