@@ -1,6 +1,6 @@
 """The Trainer of transformers trains a small Llama in bf16 and in FP8, some seeds each, and te-bench says if they end alike.
 
-pip install transformers accelerate; python examples/hf_verdict.py [--seeds 4] [--steps 60] [--margin 0.05] [--out FOLDER]
+pip install transformers accelerate; python examples/hf_verdict.py [--seeds 4] [--steps 30] [--margin 0.03] [--out FOLDER]
 """
 
 import argparse
@@ -58,9 +58,9 @@ def train(folder: Path, steps: int, seed: int, choice: recipe.Recipe | None) -> 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument(
-        "--margin", default="0.05", help="the largest gap in loss that counts as none, stated beforehand"
+        "--margin", default="0.03", help="the largest gap in loss that counts as none, stated beforehand"
     )
     parser.add_argument("--out", type=Path, help="where the logs stay; without it they are thrown away")
     asked = parser.parse_args(arguments)

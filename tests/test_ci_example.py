@@ -127,7 +127,10 @@ def test_the_installation_is_pinned_and_without_torch_but_for_a_suite(step: Step
     assert packages.startswith(f"{pip}-c {ROOT}/constraints.txt ")
     constraints = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {line.partition("==")[0].lower() for line in constraints if "==" in line}
-    assert {*packages.removeprefix(f"{pip}-c {ROOT}/constraints.txt ").split()} == NEEDED - LEFT_OUT <= pinned
+    named = packages.removeprefix(f"{pip}-c {ROOT}/constraints.txt ")
+    assert {*named.split()} == NEEDED - LEFT_OUT <= pinned
+    page = (ROOT / "docs" / "gate-any-repository.md").read_text()
+    assert f"\n    pip install {named}\n    pip install --no-deps " in page  # what a user types is the action's
 
 
 def test_commands_are_gated_by_what_the_action_installs(repository: Repository, step: Step, tmp_path: Path) -> None:

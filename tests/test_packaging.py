@@ -53,6 +53,11 @@ def test_one_version_is_everywhere() -> None:
     assert PROJECT["version"] == te_bench.__version__ == str(cited)
 
 
+def test_the_citations_title_is_the_first_sentence_of_readme() -> None:
+    title = yaml.safe_load((ROOT / "CITATION.cff").read_text())["title"]
+    assert f"**{title.replace(':', ' measures', 1)}.**" in (ROOT / "README.md").read_text().splitlines()[:5]
+
+
 @pytest.mark.parametrize("newer", ["", "torch", "triton"])
 def test_the_oldest_torch_and_triton_are_seen_to_be_what_runs(newer: str, tmp_path: Path) -> None:
     """Lost from PYTHONPATH, they would leave it to the pinned ones."""

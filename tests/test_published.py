@@ -1,23 +1,28 @@
 """Published records are of a clean tree and of today's suites, and tables agree; published.toml lists the exceptions."""
 
+import math
 import re
 import tomllib
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
-from statistics import geometric_mean, median, stdev
+from statistics import geometric_mean, mean, median, stdev
 from typing import Any
 
 import numpy as np
 import pytest
 
+from te_bench.advice import convergence
 from te_bench.experiments import estimate, plan
 from te_bench.experiments.spec import Options, Trial
 from te_bench.experiments.store import Journal, load
+from te_bench.experiments.suites.convergence import BROKEN
 from te_bench.reports.analysis import measures
 from te_bench.reports.analysis.rows import TIMED, load_results, trial_of
-from te_bench.reports.convergence import loss_verdict
-from te_bench.reports.convergence.study import studies
+from te_bench.reports.convergence import design, loss_verdict, planning
+from te_bench.reports.convergence.equivalence import compare
+from te_bench.reports.convergence.study import Study, studies
+from te_bench.reports.convergence.verdict import judge_study
 from te_bench.reports.exchange.submission import against_the_suite, is_clean, settled
 from te_bench.reports.page import text
 
@@ -130,14 +135,64 @@ def test_a_trial_of_another_plan_is_seen() -> None:
     assert settled(of) != settled(Trial.from_json(of.to_json() | {"problem": {**of.problem, "learning_rate": 1.0}}))
 
 
+@cache
+def study(name: str) -> Study:
+    [group] = load_results([RESULTS / "h200" / name]).groups
+    [found] = studies(group)
+    return found
+
+
+def arms(name: str) -> dict[str, dict[int, float]]:
+    return {arm.name: arm.finals for arm in study(name).arms}
+
+
+def test_the_gaps_that_plans_expect_are_those_of_the_records() -> None:
+    def gaps(name: str) -> list[float]:
+        of = study(name)
+        done = [arm for arm in of.recipes if arm.finals]
+        return [float(np.mean([loss - of.base(arm)[seed] for seed, loss in arm.finals.items()])) for arm in done]
+
+    first, bf16 = gaps("convergence-gpt2")[0], study("convergence-gpt2").control
+    assert study("convergence-gpt2").primary == study("convergence-gpt2").recipes[0]
+    assert round(first, 4) == planning.GAPS["gpt2"]
+    assert round(first / np.mean(list(bf16.finals.values())), 4) == planning.SHARE
+    short = max(gaps("convergence-short") + gaps("convergence-dpa"))
+    [assumed] = [spread for of, spread in planning.ASSUMED if of["steps"] == 300]
+    assert round(short, 4) == assumed.gap
+
+
+def test_the_planted_fault_was_caught_in_each_published_training_that_plans_take_it_from() -> None:
+    found = {
+        one.broken.trial.problem["steps"]: one
+        for one in map(study, ("convergence-short", "convergence-gpt2", "convergence-char"))
+    }
+    for model, steps, branch_at in planning.FAULT_SEEN:
+        if model == "tiny":
+            continue
+        of, problem = found[steps], found[steps].control.trial.problem
+        assert (problem["model"], problem.get("branch_at")) == (model, branch_at)
+        gap = min(of.broken.finals.values()) - max(of.control.finals.values())
+        assert gap > 10 * of.number("margin")
+
+
+def test_the_spreads_that_plans_of_gpt2_assume_are_those_of_the_study() -> None:
+    """Of single runs, by which a pool is planned, about their configuration's mean; of pairs, about a seed's mean, too."""
+    control = study("convergence-gpt2").control.trial.problem
+    runs = np.array([[*arm.finals.values()] for arm in study("convergence-gpt2").arms if len(arm.finals) == 12])
+    centred = runs - runs.mean(axis=1, keepdims=True)
+    noise, df = centred - centred.mean(axis=0), (len(runs) - 1) * (runs.shape[1] - 1)
+    [single], [pair] = (
+        [known for of, known in table if of["model"] == "gpt2" and all(control.get(key) == of[key] for key in of)]
+        for table in (design.ASSUMED, planning.ASSUMED)
+    )
+    assert single.sd == pytest.approx(math.sqrt(runs.var(axis=1, ddof=1).mean()), abs=5e-5)
+    assert single.df == runs.shape[1] - 1
+    assert pair.aa_sd / math.sqrt(2) == pytest.approx(math.sqrt((noise**2).sum() / df), abs=5e-6)
+    assert (pair.pairs - 1, pair.bf16_runs) == (df, 2)
+
+
 def test_the_spreads_that_one_run_a_side_is_told_are_those_of_the_records() -> None:
     """Of runs and of gaps; the least spread of runs is of another project."""
-
-    def arms(name: str) -> dict[str, dict[int, float]]:
-        [group] = load_results([RESULTS / "h200" / name]).groups
-        [study] = studies(group)
-        return {arm.name: arm.finals for arm in study.arms}
-
     short, e4m3 = arms("convergence-short"), arms("convergence-e4m3")
     gaps = [
         stdev(loss - arm[bf16][seed] for seed, loss in arm[recipe].items() if seed in arm[bf16])
@@ -148,6 +203,13 @@ def test_the_spreads_that_one_run_a_side_is_told_are_those_of_the_records() -> N
     ]
     assert gaps == pytest.approx([sd for sd, _ in loss_verdict.GAPS_SD], rel=0.05)
     assert stdev(short["bf16"].values()) == pytest.approx(loss_verdict.RUNS_SD[1][0], rel=0.05)
+
+
+def test_what_a_short_run_takes_beside_its_steps_is_that_of_the_records() -> None:
+    """Advice tells by it how long a pilot of the user's model takes."""
+    ended = [record for record in journal("h200/convergence-short").records.values() if record.outcome == "ok"]
+    beside = median(record.wall_s - max(record.samples["time_s"]) for record in ended)
+    assert beside == pytest.approx(convergence.BESIDE_STEPS_S, abs=0.5)
 
 
 def test_exploration_s_gaps_are_a_fit_to_the_losses_of_its_records() -> None:
@@ -173,3 +235,57 @@ def test_exploration_s_gaps_are_a_fit_to_the_losses_of_its_records() -> None:
     page = (RESULTS.parent / "docs" / "convergence-records.md").read_text(encoding="utf-8")
     assert f"**With E5M2 gradients GPT-2 ended {e5m2:.4f} nat above bf16" in page
     assert f"with E4M3's {e4m3:.4f}" in page
+
+
+def test_the_page_on_convergence_opens_with_the_numbers_of_the_records() -> None:
+    """Gaps, intervals, time to equal loss, and what a surer answer takes, of both recipes whose runs are done."""
+    [group] = load_results([RESULTS / "h200" / "convergence-gpt2"]).groups
+    [study] = studies(group)
+    found = judge_study(study)
+    e4m3, e5m2 = (one for one in found.recipes if one.judgement.comparison)
+    assert (e4m3.arm.trial.recipe, e5m2.arm.trial.recipe) == ("delayed_scaling_e4m3", "delayed_scaling")
+    c, default = e4m3.judgement.comparison, e5m2.judgement.comparison
+    assert c is not None
+    assert default is not None
+    assert e4m3.speedup is not None
+    sooner = e4m3.speedup.to_equal_loss
+    assert sooner is not None
+    fewest, most = map(int, re.findall(r"(\d+) to (\d+) seeds each would show it", e4m3.judgement.reason)[0])
+    took = {
+        arm.kind: mean(run.record.wall_s for run in arm.runs.values() if run.record) for arm in study.arms if arm.ended
+    }
+    took["recipe"] = mean(run.record.wall_s for run in e4m3.arm.runs.values() if run.record)
+    hours = [
+        (seeds * (took["control"] + took["aa"] + took["recipe"]) + BROKEN * took["broken"]) / 3600
+        for seeds in (fewest, most)
+    ]
+    beside = compare(*([one.arm.finals[seed] for seed in e4m3.seeds] for one in (e5m2, e4m3)), margin=found.margin)
+    without = [
+        mean(one.arm.finals[seed] - study.base(one.arm)[seed] for seed in one.seeds if seed != 10)
+        for one in (e4m3, e5m2)
+    ]
+    page = " ".join((ROOT / "docs" / "convergence.md").read_text(encoding="utf-8").split())
+
+    def ends(interval: tuple[float, float] | None, between: str = ", ") -> str:
+        assert interval is not None
+        return between.join(f"{end:.4f}" for end in interval)
+
+    def half(interval: tuple[float, float] | None) -> str:
+        assert interval is not None
+        return f"{(interval[1] - interval[0]) / 2:.4f}"
+
+    said = [
+        f"GPT-2 124M ended {c.gap:.4f} nat ({found.gap_percent(e4m3):.2f} %) above bf16.**",
+        f"bf16's loss {sooner.value:.2f} times as fast (95 % [{sooner.low:.2f}, {sooner.high:.2f}])",
+        f"The gap lies between {ends(c.interval, ' and ')} nat (90 %, twelve seeds)",
+        f"or between {ends(c.interval_95, ' and ')} (95 %: known within {half(c.interval_95)})",
+        f"below the margin, {found.margin:g} nat; a new study with {fewest} to {most} seeds, "
+        f"{hours[0]:.0f} to {hours[1]:.0f} GPU hours, could.",
+        f"the default, the gap was {default.gap:.4f} nat [{ends(default.interval)}] (95 % [{ends(default.interval_95)}]: "
+        f"within {half(default.interval_95)})",
+        f"Evaluated in FP8 instead of bf16, the gaps are {e4m3.native_gap:.4f} and {e5m2.native_gap:.4f}.",
+        f"E5M2 ended {beside.gap:.4f} nat above E4M3 (95 % [{ends(beside.interval_95)}])",
+        f"Without seed 10, which lies far off, the gaps are {without[0]:.4f} and {without[1]:.4f}.",
+    ]
+    assert c.n == default.n == 12
+    assert [one for one in said if one not in page] == []

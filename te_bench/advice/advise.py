@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from te_bench.advice import parts, predict, room
-from te_bench.advice.candidates import WHOLE, Choice, Question
-from te_bench.advice.parts import Made, Part, PartTime
+from te_bench.advice.candidates import ATTENTIONS, WHOLE, Choice, Question
+from te_bench.advice.parts import ATTENTION, Made, Part, PartTime
 from te_bench.advice.predict import Prediction
 from te_bench.advice.steps import CLOSE, Pace, frame_of, peak, typical
 from te_bench.experiments.spec import Record, Trial
@@ -146,6 +146,7 @@ class Run:
             further(0.0)
         self._repeat()
         room.larger(self)
+        times |= self._chosen_attention(made)
         if not self.steps:
             raise NothingMeasured("; ".join(self._reasons()) or "the budget held no step")
         return Evidence(
@@ -195,12 +196,12 @@ class Run:
             )
             return
         if expected <= self.budget_s:
-            said += f"{len(steps)} steps and the parts that decide are measured, {about}"
+            said += f"As a rule up to {len(steps)} runs of steps and the parts that decide are measured, {about}"
             self.say(f"{said}; --budget allows {duration(self.budget_s)}.")
             return
         held = max(1, self.affordable([q.survey(), *steps]) - 1)
-        said += f"All of it takes {about}; in your {duration(self.budget_s)}: the survey and "
-        self.say(f"{said}{held} {'steps' if held > 1 else 'step'}.")
+        said += f"All of it takes {about}; in your {duration(self.budget_s)}: the survey and about "
+        self.say(f"{said}{held} {'runs of steps' if held > 1 else 'run of a step'}.")
 
     def do(self, trials: Sequence[Trial]) -> list[Record]:
         fresh = [trial for trial in dict.fromkeys(t.id for t in trials) if trial not in self.records]
@@ -312,6 +313,16 @@ class Run:
             else:
                 self.failed[part] = f"{record.outcome}: {record.reason}"
         return found
+
+    def _chosen_attention(self, made: Made) -> dict[Part, PartTime]:
+        """Time the attention that te-bench's steps chose, which no prediction needs, as far as the budget holds."""
+        chosen = {str(r.work.get("chosen")) for c, records in self.steps.items() if c.parts for r in records}
+        names = sorted(chosen.intersection(ATTENTIONS[self.question.device]))
+        found = [Part(ATTENTION, shape, name) for name in names for shape in made.attentions]
+        trials = [parts.trial(self.question, part) for part in found]
+        records = self.do(trials[: self.affordable(trials)])
+        timed = {part: parts.time_of(part, record) for part, record in zip(found, records, strict=False)}
+        return {part: time for part, time in timed.items() if time is not None}
 
     def _deciding(self, made: Made) -> tuple[list[Part], list[Part]]:
         """Return the parts of the most promising choice beside the fastest measured step, and all others that decide."""

@@ -29,7 +29,6 @@ from te_bench.advice.predict import Prediction
 from te_bench.advice.steps import extent, noisy, peak, typical
 from te_bench.advice.traps import Finding
 from te_bench.experiments.spec import OWN_ATTENTION, Record
-from te_bench.models import rivals
 from te_bench.reports.analysis import naming
 from te_bench.reports.analysis.measures import Ratio
 from te_bench.reports.page import text
@@ -108,11 +107,16 @@ def _use(evidence: Evidence, decision: Decision) -> str:
 
 
 def _attention(evidence: Evidence, use: Choice) -> str:
-    """Which kernel computed attention, where the choice leaves that to the model or to te-bench's table."""
+    name = chosen_attention(evidence, use)
+    return f", {naming.attention_name(name)}" if name else ""
+
+
+def chosen_attention(evidence: Evidence, use: Choice) -> str | None:
+    """Return which kernel computed attention, where the choice leaves that to the model or to te-bench's table."""
     seen = {record.work.get("chosen") for record in evidence.steps.get(use, ())} - {None}
     if use.attention != OWN_ATTENTION or len(seen) != 1 or (name := str(seen.pop())).startswith("none"):
-        return ""
-    return f", {naming.attention_name(name)}"
+        return None
+    return name
 
 
 def _faster(evidence: Evidence, decision: Decision) -> str:
@@ -126,7 +130,7 @@ def _faster(evidence: Evidence, decision: Decision) -> str:
     if decision.over_best is not None:
         other, ratio = decision.over_best
         said += f"; {text.speedup(ratio)} as fast as the best that was measured without te-bench ({other.words()})"
-    unknown = [rivals.called(name) for name in unmeasured_rivals(evidence)]
+    unknown = [naming.rival_name(name) for name in unmeasured_rivals(evidence)]
     return f"{said}. Not measured: {text.listed(unknown, len(unknown))}." if unknown else f"{said}."
 
 

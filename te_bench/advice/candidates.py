@@ -69,9 +69,11 @@ class Choice:
 
     @property
     def begins(self) -> str:
-        """The step's project and precision: te-bench FP8, PyTorch eager bf16, Liger bf16."""
+        """The step's project and precision: te-bench FP8, PyTorch eager bf16, Liger bf16; a rival's recipe, too."""
+        if self.rival and self.recipe:
+            return naming.rival_name(self.rival)
         theirs = naming.EAGER if self.mode == "eager" else naming.COMPILED
-        whose = rivals.called(self.rival) if self.rival else naming.TE_BENCH if self._ours else theirs
+        whose = naming.rival_name(self.rival) if self.rival else naming.TE_BENCH if self._ours else theirs
         return f"{whose} {'FP8' if self.recipe else self.precision}"
 
     def beside(self, other: "Choice") -> str:

@@ -1,13 +1,13 @@
 """Say whether the advised step trains like bf16: the nearest published verdict, and a command that tests the model."""
 
 from te_bench.advice.candidates import Choice, Question
-from te_bench.models import rivals
-from te_bench.reports.analysis.naming import recipe_name
+from te_bench.experiments.suites.convergence import PILOT
+from te_bench.reports.analysis.naming import recipe_name, rival_name
 from te_bench.reports.convergence import published
 from te_bench.reports.convergence.published import Published
 
 STEPS, BATCH_TOKENS = 300, 12 * 1024  # of --preset gpt2-short
-SEEDS, FUSED_SEEDS = 10, 14  # the least that GPT-2's published gaps need for 80 % power
+BESIDE_STEPS_S = 28.0  # of a run: start, check, capture and evaluations; the median of results/h200/convergence-short
 ARMS = 4  # control, A/A, the recipe, one broken
 
 
@@ -24,7 +24,7 @@ def preference(choice: Choice, have: Choice, memory: float | None) -> tuple[int,
 
 
 def in_words(question: Question, choice: Choice, seconds: float) -> str:
-    """Return one or two sentences about convergence; seconds: of one step of the choice, to tell the command's cost."""
+    """Return a few sentences about convergence; seconds: of one step of the choice, to tell the command's cost."""
     if choice.precision == "fp32":
         return "Convergence: float32 rounds less than bf16; there is nothing to prove."
     if choice.recipe is None:
@@ -33,7 +33,7 @@ def in_words(question: Question, choice: Choice, seconds: float) -> str:
         return "Convergence: same bf16 arithmetic as now, so nothing changes."
     found = nearest(choice)
     if found is None:
-        what = rivals.called(choice.rival) if choice.rival else recipe_name(choice.recipe)
+        what = rival_name(choice.rival) if choice.rival else recipe_name(choice.recipe)
         said = f"no verdict is published for {what} {'in fused blocks' if choice.fused else 'so'}"
     else:
         said = f"no study has judged this step. {found.in_words()}"
@@ -43,26 +43,22 @@ def in_words(question: Question, choice: Choice, seconds: float) -> str:
         )
     if choice.rival:
         said += f"; te-bench's {recipe_name(choice.recipe)} has the same arithmetic"
-    return f"Convergence: {said}. For your model, {_hours(question, choice, seconds)}: {command(question, choice)}."
+    cost, pilot = _hours(question, choice, seconds), command(question, choice)
+    return f"Convergence: {said}. A pilot tells in {cost} how many seeds your model takes: {pilot}."
 
 
 def command(question: Question, choice: Choice) -> str:
-    """Return the command that tests the recipe on the model."""
+    """Return the command of a pilot: no record shows how far runs of the user's model vary, or how many seeds it takes."""
     said = f"te-bench run convergence --preset gpt2-short {question.said} --recipes {choice.recipe}"
-    return f"{said} --seeds {_seeds(choice)}{' --fused' if _has_fused_kernels(choice) else ''}"
+    return f"{said}{' --fused' if _has_fused_kernels(choice) else ''} --as-pilot"
 
 
 def _has_fused_kernels(choice: Choice) -> bool:
     return bool(choice.fused or choice.parts)
 
 
-def _seeds(choice: Choice) -> int:
-    return FUSED_SEEDS if _has_fused_kernels(choice) else SEEDS
-
-
 def _hours(question: Question, choice: Choice, seconds: float) -> str:
     # --fused adds arms: te-bench's kernels in a user's model, or the fused step with either head.
     arms = ARMS + (1 if choice.parts else 2 if choice.fused else 0)
-    steps = arms * _seeds(choice) * STEPS * BATCH_TOKENS / question.tokens
-    spent = steps * seconds
+    spent = arms * PILOT * (STEPS * BATCH_TOKENS / question.tokens * seconds + BESIDE_STEPS_S)
     return f"{spent / 3600:.2g} GPU hours" if spent >= 3600 else f"{max(1, round(spent / 60))} GPU minutes"

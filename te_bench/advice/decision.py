@@ -50,6 +50,7 @@ class Decision:
     undecided: str | None
     why: str
     runs: int
+    gpu: str | None  # by name
 
     @property
     def exit_code(self) -> int:
@@ -91,6 +92,7 @@ def decide(evidence: Evidence, group: Group, memory: float | None = None) -> Dec
         undecided=undecided,
         why=why,
         runs=len(chosen.ok),
+        gpu=group.gpu,
     )
 
 

@@ -41,7 +41,9 @@ def _sentence(ours: Sequence[Answer], models: int) -> str:
         without = _between([have / bf16 for have, bf16, _ in plain])
         adds = _between([bf16 / use for _, bf16, use in plain])
         of = f" ({_models(len(plain))})" if len(plain) < len(ours) else ""
-        lines.append(f"**Without FP8** te-bench is {without} times as fast{of}; FP8 multiplies that by {adds}.")
+        lines.append(
+            f"**Without FP8** te-bench is {without} times as fast{of}; FP8 makes that step {adds} times as fast."
+        )
     if saved := [100 * (share - 1) for one in ours if (share := energy(one))]:
         between = text.span(f"{-max(saved):.0f}", f"{-min(saved):.0f}")
         lines.append(f"**Energy**: {between} % less a step ({_models(len(saved))}).")
@@ -51,19 +53,19 @@ def _sentence(ours: Sequence[Answer], models: int) -> str:
         for rival, over in one.over_rivals.items():
             by_rival.setdefault(rival, []).append((over, over > one.speedup.value))
     if by_rival:
-        timed = [_timed(rival, [over for over, _ in models]) for rival, models in sorted(by_rival.items())]
-        slower = {rival: sum(slow for _, slow in models) for rival, models in sorted(by_rival.items())}
-        behind = [f"{rival} for {_models(number)}" for rival, number in slower.items() if number]
-        than = f" Slower than eager mode: {text.listed(behind, len(behind))}." if behind else ""
-        lines.append(f"**Against rivals** it is {text.listed(timed, len(timed))}.{than}{_untimed(ours)}")
+        timed = [_timed(rival, models) for rival, models in sorted(by_rival.items())]
+        lines.append(f"**Against rivals** it is {text.listed(timed, len(timed))}.{_untimed(ours)}")
     else:
         lines.append(f"No rival was timed for {_models(len(ours))}.")
     said = f"**{len(ours)} of {models} models train {faster} times as fast as in {_have(ours)}, {by}.**"
     return "\n".join([said, "", *(f"- {line}" for line in lines)]) if lines else said
 
 
-def _timed(rival: str, ratios: Sequence[float]) -> str:
-    return f"{_between(ratios)} times as fast as {rival} ({_models(len(ratios))})"
+def _timed(rival: str, models: Sequence[tuple[float, bool]]) -> str:
+    """Return how many times as fast as a rival, by its models: (that ratio, whether the rival is slower than eager mode)."""
+    slower = sum(slow for _, slow in models)
+    behind = f"; slower than eager mode for {slower}" if slower else ""
+    return f"{_between([over for over, _ in models])} times as fast as {rival} ({_models(len(models))}{behind})"
 
 
 def _untimed(ours: Sequence[Answer]) -> str:
@@ -140,7 +142,8 @@ def _picture(ours: Sequence[Answer]) -> Drawing:
     legend_below(figure, [Patch(facecolor=colour, label=label) for colour, label in legend.items()], 1, left=True)
     alt = "; ".join("".join(bar.alt for bar in bars) for bars in shown)
     steps = text.listed([have, *([legend[MIDDLE]] if MIDDLE in legend else []), use], 3)
-    return draw("headline", "headline", f"ms a step of {steps}{_where(ours)}", alt, figure)
+    caption = f"ms a step of {steps}{_where(ours)}"
+    return draw("headline", "headline", caption, f"{caption}: {alt}", figure)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,7 @@
 No torch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,9 @@ from te_bench.advice.parts import ATTENTION, HEAD, LINEAR, Part, PartTime, parts
 from te_bench.advice.steps import extent, noisy, peak, typical
 from te_bench.advice.traps import Finding
 from te_bench.experiments.spec import Record
+from te_bench.kernels.attention import Problem
+from te_bench.kernels.attention import table as attention_table
+from te_bench.kernels.measured import machine_name
 from te_bench.models import cost
 from te_bench.reports.analysis import floor, naming
 from te_bench.reports.analysis.measures import finite, of_processes
@@ -30,6 +33,7 @@ from te_bench.reports.page.template import rendered
 
 KINDS = {LINEAR: cost.GEMM, ATTENTION: cost.ATTENTION, HEAD: cost.LOSS}  # {workload of a part: kind of work}
 NOISY_PARTS = "Noisy: its calls vary widely, or take longer alone than the whole step."
+QUARTILE = "A time is the lower quartile of calls; reports tell the median."
 
 
 MARKDOWN = "advice.md"
@@ -52,7 +56,12 @@ def markdown(evidence: Evidence, decision: Decision, findings: Sequence[Finding]
 
 def _content(evidence: Evidence, decision: Decision, findings: Sequence[Finding], command: str) -> dict[str, Any]:
     first, *others = answer.sentences(evidence, decision, findings)
-    tables = (_gains(linear_gains(evidence)), _others(evidence), _verified(evidence), _room(evidence))
+    tables = (
+        _gains(linear_gains(evidence), evidence.question.device),
+        _others(evidence, decision),
+        _verified(evidence),
+        _room(evidence),
+    )
     return {
         "title": title(evidence.question),
         "headline": first,
@@ -108,14 +117,20 @@ def _steps(evidence: Evidence, decision: Decision) -> Drawing:
                 name=f"{whose}: {choice.words()}",
                 parts=parts,
                 rest=max(step - sum(parts.values()), 0.0),
-                remark=f"{text.plain(step)} ms",
+                remark=f"{text.plain(step)} ms{'' if any(parts.values()) else ', its parts were not timed alone'}",
             )
         )
     caption = "Time of one step by kind of work"
-    return draw("steps", "steps", caption, title(evidence.question), stacked_bars(stacks, FLOOR_KINDS, "ms a step"))
+    alt = f"{caption}: {title(evidence.question)}"
+    return draw("steps", "steps", caption, alt, stacked_bars(stacks, FLOOR_KINDS, "ms a step"))
 
 
-def _gains(gains: Sequence[LinearGain]) -> Table | None:
+def _of_parts(noisy: Iterable[bool]) -> str:
+    """Return how to read the times of parts alone, of which some may be noisy."""
+    return f"{QUARTILE} {NOISY_PARTS}" if any(noisy) else QUARTILE
+
+
+def _gains(gains: Sequence[LinearGain], device: str) -> Table | None:
     rows = [
         {
             "Linear": word(f"{g.sizes[1]} to {g.sizes[2]}, {g.sizes[0]} rows"),
@@ -129,7 +144,9 @@ def _gains(gains: Sequence[LinearGain]) -> Table | None:
         for g in gains
     ]
     note = "Forward and both gradients of one call, with every cast; below 1× FP8 loses. "
-    note += f"A step with te-bench's kernels gains more: there casts are part of other kernels. {NOISY_PARTS}"
+    if device == "cuda":
+        note += "A step with te-bench's kernels gains more: there casts are part of other kernels. "
+    note += _of_parts(g.noisy for g in gains)
     return table_of("linears", "The gain of each Linear in FP8", rows, note)
 
 
@@ -141,8 +158,8 @@ def _signed_ms(seconds: float | None) -> str:
     return text.MISSING if seconds is None else f"{1e3 * seconds:+.3g}"
 
 
-def _others(evidence: Evidence) -> Table | None:
-    """Return the table of attention and heads, each timed alone."""
+def _others(evidence: Evidence, decision: Decision) -> Table | None:
+    """Return the table of attention and heads, each timed alone; the advised step's attention says if it was not."""
     found: list[tuple[Part, PartTime]] = [i for i in evidence.times.items() if i[0].workload != LINEAR]
     rows = [
         {
@@ -152,7 +169,21 @@ def _others(evidence: Evidence) -> Table | None:
         }
         for part, time in sorted(found, key=lambda item: (item[0].workload, item[1].seconds))
     ]
-    note = f"Forward and backward, each part alone. {NOISY_PARTS}"
+    name = answer.chosen_attention(evidence, decision.use) if decision.use.parts else None
+    untimed = [
+        part
+        for shape in evidence.made.attentions
+        if name and (part := Part(ATTENTION, shape, name)) not in evidence.times
+    ]
+    rows = [
+        {
+            "Part": word(_part(part)),
+            "One call, ms": number(None),
+            "Problem": word(f"{_problem(part)}: {_why(evidence.question, part, decision.gpu)}"),
+        }
+        for part in untimed
+    ] + rows
+    note = f"Forward and backward, each part alone. {_of_parts(time.noisy for _, time in found)}"
     return table_of("parts", "Attention and heads", rows, note)
 
 
@@ -161,8 +192,21 @@ def _part(part: Part) -> str:
     if part.workload == ATTENTION:
         return naming.attention_name(part.rival)
     if part.workload == HEAD:
-        return f"{naming.HEADS.get(part.rival, part.rival)} and loss"
+        return f"{naming.HEADS[None if part.rival == 'reference' else part.rival]} and loss"
     return f"{part.workload} by {naming.recipe_name(part.rival)}"
+
+
+def _why(question: Question, part: Part, gpu: str | None) -> str:
+    """Return that a step's attention was not timed alone, and by which measured shape it was chosen."""
+    asked = Problem(dtype=part.precision, dropout=0.0, device=question.device, capability=None, **dict(part.problem))
+    row = attention_table.nearest(machine_name(question.device, gpu), asked)
+    if row is None or row[0].fastest()[0] != part.rival:  # the table may have changed since
+        return "not timed alone"
+    near = row[0].problem
+    shape = {name: getattr(near, name) for name in ("batch", "heads", "length", "head_dim")}
+    shape |= {} if near.kv_heads in (None, near.heads) else {"kv_heads": near.kv_heads}
+    which = "nearest measured shape" if row[1] else "times in te-bench's table for"
+    return f"not timed alone; chosen by the {which}, {_problem(part._replace(problem=tuple(shape.items())))}"
 
 
 def _problem(part: Part) -> str:
@@ -192,15 +236,23 @@ def _verified(evidence: Evidence) -> Table | None:
                 "Predicted, ms": number(guessed, text.milliseconds),
                 "Off by": number(off, text.signed_percent),
                 **({"J": number(of_processes(records, "energy_j"))} if counted else {}),
-                "Peak, GiB": number(peak(records), text.gib),
+                _peak_title(evidence.question): number(peak(records), text.gib),
                 "Runs": number(len(records), text.count),
             }
         )
-    note = (
-        "Predictions were made before these steps were measured; a step without one was measured first. "
-        "Noisy: the slowest run took over 1.2 times the fastest."
-    )
+    notes = ["Measured: the geometric mean of its runs' medians."]
+    if len({len(records) for records in evidence.steps.values()}) > 1:
+        notes.append("Reports pair runs: what ran less often has there the baseline's time over its speed-up.")
+    if any(row["Predicted, ms"].sort is not None for row in rows):
+        notes.append("Predictions were made before these steps were measured; a step without one was measured first.")
+    if any("noisy" in row["Measured, ms"].text for row in rows):
+        notes.append("Noisy: the slowest run took over 1.2 times the fastest.")
+    note = " ".join(notes)
     return table_of("steps-measured", "Steps that were measured", rows, note)
+
+
+def _peak_title(question: Question) -> str:
+    return "Peak, GiB" if question.device == "cuda" else "Resident, GiB"
 
 
 def _room(evidence: Evidence) -> Table | None:
@@ -226,7 +278,7 @@ def _room(evidence: Evidence) -> Table | None:
                 "Sequences": number(batch, text.count),
                 "Speed per token": Value(text=text.times(ratio), sort=ratio),
                 "Step, ms": number(typical(records), text.milliseconds),
-                "Peak, GiB": number(peak(records), text.gib),
+                _peak_title(evidence.question): number(peak(records), text.gib),
                 "Runs": number(len(records), text.count),
             }
         )

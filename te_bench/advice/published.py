@@ -8,7 +8,7 @@ from typing import Any
 
 from te_bench.advice.candidates import Choice
 from te_bench.experiments.store import load, written
-from te_bench.models import rivals
+from te_bench.reports.analysis import naming
 from te_bench.reports.analysis.measures import Ratio, of_processes
 
 FIELDS = tuple(Choice.__slots__)
@@ -108,7 +108,7 @@ def _answer(folder: Path, stored: dict[str, Any]) -> Answer:
         best=best,
         over=over[best] if best else None,
         over_rivals=by_rival,
-        untimed=tuple(rivals.called(name) for name in said.get("unmeasured_rivals") or ()),
+        untimed=tuple(naming.rival_name(name) for name in said.get("unmeasured_rivals") or ()),
         bf16=min(in_bf16, key=lambda one: seconds[one], default=None),
         seconds=seconds,
         stored=stored,

@@ -4,7 +4,8 @@ history, submit; advise; tune.
 Exit codes: 0 done or passed; 1 inferior, or a regression; 2 wrong usage (the message says what is legal); 3 inconclusive; 4
 incomplete: a planned trial has no result, no trial is supported here, or a verdict is void; 5 the environments of a gate or
 a merge differ; 70 a fault of te-bench; 128 + N after signal N: 130 after Ctrl-C, 143 after SIGTERM, for a gate 129 after
-SIGHUP. Commands import heavy packages only when they need them, so `te-bench --help` answers at once.
+SIGHUP, 141 where the reader of the output has gone (`| head`). Commands import heavy packages only when they need them, so
+`te-bench --help` answers at once.
 """
 
 import te_bench.cli.interrupts  # noqa: F401  # isort: skip  # first, for a Ctrl-C during the other imports
@@ -16,7 +17,7 @@ import itertools
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TextIO, cast
 
@@ -50,6 +51,7 @@ app = typer.Typer(
 
 
 USAGE, FAULT = 2, 70
+CLOSED = 141  # 128 + SIGPIPE
 
 
 def main() -> None:
@@ -61,7 +63,10 @@ def main() -> None:
         streams.enter_context(contextlib.redirect_stderr(cast(TextIO, _Printable(sys.stderr or nowhere))))
         try:
             _require_words(sys.argv)
-            app()
+            try:
+                app()
+            finally:
+                sys.stdout.flush()  # what fails later would have Python's exit code
         except ValueError as error:
             sys.exit(_refused(str(error)))
         except ModuleNotFoundError as error:
@@ -69,9 +74,6 @@ def main() -> None:
             if package == "te_bench":
                 sys.exit(_fault())
             sys.exit(_refused(f"needs the package {package}: pip install {package}"))
-        except BrokenPipeError:  # `te-bench list | head`
-            sys.stderr.close()
-            sys.exit(141)
         except OSError as error:
             sys.exit(_refused(f"{error.filename or 'cannot go on'}: {error.strerror or error}"))
         except Exception:
@@ -107,7 +109,22 @@ class _Printable:
         self.raw = raw
 
     def write(self, text: str) -> int:
-        return self.raw.write(CONTROL.sub("\ufffd", text))
+        with self._read():
+            return self.raw.write(CONTROL.sub("\ufffd", text))
+
+    def flush(self) -> None:
+        with self._read():
+            self.raw.flush()
+
+    @contextlib.contextmanager
+    def _read(self) -> Iterator[None]:
+        """Exit with 141 where nobody reads the stream any more: click's own exit code 1 would be a verdict."""
+        try:
+            yield
+        except BrokenPipeError:
+            with Path(os.devnull).open("w") as nowhere:
+                os.dup2(nowhere.fileno(), self.raw.fileno())  # for what Python still flushes at its end
+            sys.exit(CLOSED)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.raw, name)

@@ -27,10 +27,20 @@ BUDGET = "10min"
 LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 60.0, 900.0  # of one trial
 
 
+def _some_model(model: str | None) -> str:
+    if model is None:
+        raise typer.BadParameter("give tiny for a try, a config.json, or package.module:factory")
+    return model
+
+
 def advise(
     model: Annotated[
-        str, typer.Option(help="A name of `te-bench list models`, package.module:factory, or a Hugging Face config.")
-    ],
+        str | None,
+        typer.Option(
+            help="A name of `te-bench list models`, package.module:factory, or a Hugging Face config. Required.",
+            callback=_some_model,
+        ),
+    ] = None,
     model_args: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Argument of the factory; repeatable.")
     ] = None,
@@ -72,11 +82,13 @@ def advise(
     from te_bench.experiments import environment, plan, run_options
     from te_bench.experiments.spec import DEVICES, Options
     from te_bench.experiments.store import own
+    from te_bench.models.configs import configs
     from te_bench.reports.exchange import submission
 
     journal = _recorded(out, [device, gpus, memory, fresh or None]) if recorded else None
     machine = None if journal is None else dict(journal.environments[_asked(journal)[-1].environment])
     where = device or (machine["identity"]["device"] if machine else environment.default_device())
+    assert model is not None
     asked = Options(
         device=where,
         model=model,
@@ -121,6 +133,8 @@ def advise(
         recorded=recorded,
     )
     budget_s = 0.0 if recorded else asked.budget_s
+    if question.preset and tokens and tokens > (longest := configs()[model].block_size):
+        warn(f"warning: --tokens {tokens}: {model}'s longest sequence has {longest}; steps of more take longer")
     if not recorded and (slow := plan.slow_on_a_cpu([question.trial(question.have)], asked)):
         warn(f"warning: {slow}")
     try:
@@ -128,9 +142,8 @@ def advise(
             question, carry_out, budget_s=budget_s, memory=limit, room=room, known=carry_out.known()
         ).gather()
     except NothingMeasured as nothing:
-        print(
-            f"Nothing could be measured: {str(nothing).replace('(--timeout)', '; a larger --budget gives it longer')}"
-        )
+        said = str(nothing).replace("(--timeout)", "; a larger --budget gives it longer")
+        print(f"Nothing could be measured: {said.replace('see logs/', f'see {directory}/logs/')}")
         raise typer.Exit(NOTHING) from None
     raise typer.Exit(_answer(evidence, directory, machine["id"], limit, published=published, rewrite=rewrite))
 

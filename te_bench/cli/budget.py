@@ -53,8 +53,9 @@ def resolve_with_seeds(
     from te_bench.reports.convergence.forecast import forecast
 
     earlier = read_earlier_runs(None if fresh else out, timings or (), _machine(one, asked, gpus, in_cluster))
+    rest = None
     if budget:
-        seeds = seeds_of_budget(one, asked, earlier, out)
+        seeds, rest = seeds_of_budget(one, asked, earlier, out)
         one = resolve(suite, dataclasses.replace(asked, budget_s=None, seeds=seeds), only=only)
     first = first_judgement(one, earlier.journal)
     if first and ("pool" in first) != ("pool" in one.judgement):
@@ -70,7 +71,7 @@ def resolve_with_seeds(
     found = design_of(judged, earlier) if "pool" in one.judgement else forecast(judged, earlier)
     changed = [f"{key} {value}" for key, value in own.items() if first.get(key, value) != value]
     fixed = f"{' and '.join(changed)} came after this run's first plan, which counts; to change it, give another --out"
-    found = dataclasses.replace(found, fixed=fixed if changed else None)
+    found = dataclasses.replace(found, fixed=fixed if changed else None, rest=rest)
     return one, found, None if has_begun(one, earlier.journal) else found.refused
 
 

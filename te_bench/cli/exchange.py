@@ -18,7 +18,7 @@ AllowEnvironmentChange = Annotated[
 
 
 def merge(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="--out directories of runs of one sweep.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="--out directories of runs of one sweep.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="The merged run; DIR must hold no journal yet.")],
     allow_environment_change: AllowEnvironmentChange = False,
 ) -> None:

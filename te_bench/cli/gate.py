@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn
@@ -49,9 +50,8 @@ Head = Annotated[str, typer.Option(metavar="REF", help="Revision to judge.")]
 _CONFIG = "Time the commands in this te-bench.toml, in any repository, instead of a suite."
 Config = Annotated[Path | None, typer.Option(metavar="FILE", help=_CONFIG)]
 Suite = Annotated[str, typer.Option(help="Suite that both revisions run; see `te-bench list suites`.")]
-Budget = Annotated[
-    str | None, typer.Option(metavar="TIME", help="Stop after this time, even if undecided: 90s, 10min or 2h.")
-]
+_BUDGET = "Stop after this time, even if undecided: 90s, 10min or 2h. The first round, with setup, runs whole."
+Budget = Annotated[str | None, typer.Option(metavar="TIME", help=_BUDGET)]
 _FIRST = "Stop at the first regression; the other trials stay undecided."
 ExitFirst = Annotated[bool, typer.Option("-x", "--exitfirst", help=_FIRST)]
 SelfTest = Annotated[
@@ -83,6 +83,7 @@ CompareFail = Annotated[
 ]
 Markdown = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a pull-request comment.")]
 Junit = Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Name trials as --only and the files do.")]
 Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the whole result as JSON.")]
 
 
@@ -137,9 +138,10 @@ def gate(
     markdown: Markdown = None,
     junit: Junit = None,
     json: Json = None,
+    verbose: Verbose = False,
 ) -> None:
-    """Say whether a change made anything slower, by exit code: 0 no, 1 yes, 3 undecided, 4 missing or failed, 5 other
-    environments.
+    """Say whether a change made anything slower, by exit code: 0 no, 1 yes, 2 bad input, 3 undecided, 4 missing or failed,
+    5 other environments.
     """
     from te_bench.gate import output, revisions, stored_runs
 
@@ -191,7 +193,7 @@ def gate(
             "give the revision to compare with, te-bench gate --base main, or two runs: te-bench gate --baseline DIR "
             "--candidate DIR"
         )
-    print("\n".join(output.terminal(found)))
+    print("\n".join(output.terminal(replace(found, plain={}) if verbose else found)))
     failed = output.write(found, files)
     sys.stdout.flush()
     print(*failed, sep="\n", end="\n" * bool(failed), file=sys.stderr)

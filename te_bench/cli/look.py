@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from te_bench.experiments.spec import Experiment, Options
     from te_bench.reports.convergence.proposals import Proposals
 
+WIDEST = 56  # characters of the column of plain names; a longer name pushes its line
 KINDS = ("suites", "attention", "recipes", "layers", "rivals", "datasets", "models", "logs")
 
 
@@ -73,13 +74,13 @@ def plan(
     within: Within = None,
     as_json: Json = False,
 ) -> None:
-    """Show the trials that `run` would do, in order, without running them.
+    """Say how long a run takes and what it can show, and list its trials in order, without running them.
 
     `te-bench plan scaling --world 1024` predicts a model's step on many GPUs; add --help for its options.
     """
     from te_bench.experiments.adoption import adoptee
     from te_bench.experiments.plan import slow_on_a_cpu
-    from te_bench.reports.convergence.budget import BudgetError
+    from te_bench.reports.convergence.budget import BudgetError, TooSmallError
 
     limit = None if within is None else planned.Limit(within)
     directory = results_of(suite, asked, out)
@@ -99,7 +100,7 @@ def plan(
         )
     except BudgetError as error:
         if designs is None or not designs.instead:
-            raise ValueError(f"{error}{least}") from None
+            raise ValueError(least if least and isinstance(error, TooSmallError) else _and(str(error), least)) from None
         print(json.dumps({"suite": suite, "trials": [], "refused": str(error), "designs": designs.to_json()}, indent=2))
         return
     sitting = None
@@ -110,14 +111,18 @@ def plan(
         more = {} if forecast is None else {**forecast.to_json(), "refused": refused}
         print(json.dumps({**_to_json(experiment, designs, sitting), **more}, indent=2))
         return
-    how_long = forecast.sentences() if forecast else [planned.time_of(experiment, directory, adoptee(asked))]
-    _say_plan(experiment, how_long, designs)
+    said = list(forecast.sentences()) if forecast else [planned.time_of(experiment, directory, adoptee(asked))]
     if within is not None and sitting is not None:
-        say(sitting.sentence(within, forecast.machine.on if forecast else ", one at a time"), indent="    ")
+        said.append(sitting.sentence(within, forecast.machine.on if forecast else ", one at a time"))
     if slow := slow_on_a_cpu(experiment.trials, asked):
-        say(f"warning: {slow}", indent="    ")
+        said.append(f"warning: {slow}")
+    _say_plan(experiment, said, designs)
     if refused:
-        raise ValueError(f"no plan to run: {refused}{least}")
+        raise ValueError(_and(f"no plan to run: {refused}", least))
+
+
+def _and(refusal: str, least: str) -> str:
+    return f"{refusal}; {least}" if least else refusal
 
 
 def _to_json(experiment: "Experiment", designs: "Proposals | None", sitting: planned.Sitting | None) -> dict[str, Any]:
@@ -129,23 +134,29 @@ def _to_json(experiment: "Experiment", designs: "Proposals | None", sitting: pla
     return {"suite": experiment.suite, "baseline": experiment.baseline, "trials": trials, **more}
 
 
-def _say_plan(experiment: "Experiment", how_long: Sequence[str], designs: "Proposals | None") -> None:
-    """Print the trials, why some do not run, how long they take, and other designs."""
+def _say_plan(experiment: "Experiment", said: Sequence[str], designs: "Proposals | None") -> None:
+    """Print how long the trials take and what is said of them, other designs, and last the trials, which may be hundreds.
+
+    A trial is named plainly and as --only takes it.
+    """
     from te_bench.reports.analysis.naming import count_trials
+    from te_bench.reports.analysis.rows import listed_names
 
     undivided = _undivided(experiment)
-    for trial in experiment.trials:
-        print(trial.id, trial.name, *(["(unsupported)"] if trial.id in undivided else []))
+    plain = listed_names({trial.cell: trial for trial in experiment.trials})
+    width = min(max(map(len, plain.values()), default=0), WIDEST)
     print(f"{len(experiment.trials)} trials: {experiment.title}")
     for reason, number in Counter(undivided.values()).items():
         say(f"unsupported: {count_trials(number)}: {reason}", indent="    ")
     for sentence in experiment.left_out:
         say(f"left out: {sentence}", indent="    ")
     long = planned.beforehand(experiment)
-    for sentence in [*([long] if long else []), *how_long]:
+    for sentence in [*([long] if long else []), *said]:
         say(sentence, indent="    ")
     if designs and len(designs.found) > 1:
         _say_designs(designs)
+    for trial in experiment.trials:
+        print(f"{plain[trial.cell]:{width}} ", trial.name, *(["(unsupported)"] if trial.id in undivided else []))
 
 
 def _say_designs(designs: "Proposals") -> None:

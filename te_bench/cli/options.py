@@ -142,10 +142,11 @@ def said(context: typer.Context, *names: str) -> str:
 
 
 def say(sentence: str, indent: str = "") -> None:
-    """Print a sentence wrapped to the reports' width; lines after the first are indented."""
-    from te_bench.reports.page.tables import TERMINAL_WIDTH
+    """Print a sentence wrapped to the terminal, at most to the reports' width; lines after the first are indented."""
+    from te_bench.reports.page.tables import TERMINAL_WIDTH, screen
 
-    print("\n".join(textwrap.wrap(sentence, TERMINAL_WIDTH, subsequent_indent=indent)))
+    width = screen(TERMINAL_WIDTH)
+    print("\n".join(textwrap.wrap(sentence, width, subsequent_indent=indent, break_on_hyphens=False)))
 
 
 def warn(line: str) -> None:

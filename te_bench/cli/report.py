@@ -43,7 +43,7 @@ def _draws_blocks(encoding: str | None) -> bool:
 
 def report(
     directories: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="--out directories of runs; several are merged.")
+        list[Path], typer.Argument(metavar="DIR", help="--out directories of runs; several are merged.")
     ],
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="The report. Default: DIR/report.")] = None,
 ) -> None:
@@ -58,7 +58,7 @@ def report(
 
 
 def embed(
-    pages: Annotated[list[Path], typer.Argument(help="Markdown files with te-bench:table markers.")],
+    pages: Annotated[list[Path], typer.Argument(metavar="FILE", help="Markdown files with te-bench:table markers.")],
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 if a table is out of date.")] = False,
 ) -> None:
     """Update the tables in Markdown files from the records that the files name."""
@@ -89,7 +89,7 @@ def embed(
 
 def history(
     directories: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="--out directories of runs or of te-bench import.")
+        list[Path], typer.Argument(metavar="DIR", help="--out directories of runs or of te-bench import.")
     ],
     only: Only = None,
     out: Annotated[

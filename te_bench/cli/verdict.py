@@ -12,7 +12,10 @@ from te_bench.cli.options import Alpha, Margin, say
 
 PAGE = b'<meta name="generator" content="te-bench">'
 SEVERAL = ("--baseline", "--candidate")
-_LOGS = "A log per seed, or a folder of logs: W&B, TensorBoard, torchtitan, Hugging Face, Megatron, nanoGPT, CSV."
+_LOGS = (
+    "A log per seed, or a folder of logs: W&B, TensorBoard, torchtitan, Hugging Face, Megatron, nanoGPT, CSV. "
+    "Of one CSV for both sides, its runs: 'both.csv:bf16-*'."
+)
 Logs = Annotated[list[Path] | None, typer.Option(metavar="PATH...", help=_LOGS)]
 
 
@@ -33,13 +36,15 @@ class Verdict(TyperCommand):
 
 def verdict(
     directories: Annotated[
-        list[Path] | None, typer.Argument(metavar="[DIR]...", help="--out directories of convergence runs.")
+        list[Path] | None, typer.Argument(metavar="DIR", help="--out directories of convergence runs.")
     ] = None,
     baseline: Logs = None,
     candidate: Logs = None,
     paired: Annotated[
         bool | None,
-        typer.Option(help="Pair the runs by seed, or by row. Default: by seed if both sides name the same seeds."),
+        typer.Option(
+            help="Pair the runs by seed, or by row. Default: by seed if most have a partner; others are left out."
+        ),
     ] = None,
     metric: Annotated[str | None, typer.Option(help="The loss to judge. Default: validation, else training.")] = None,
     margin: Margin = None,
@@ -108,23 +113,25 @@ def _of_runs(directories: list[Path], margin: float | None, alpha: float | None)
             say(said)
         return INCOMPLETE
     if not whole:
-        why = "no bf16 control and recipe to compare" if known else "no convergence run"
-        raise ValueError(
-            f"{directories[0]} holds {why}: te-bench run convergence --out {shlex.quote(str(directories[0]))}"
-        )
+        why = "no convergence run: te-bench run convergence, then te-bench verdict runs/convergence"
+        if known:
+            why = f"no bf16 control and recipe to compare: te-bench run convergence --out {shlex.quote(str(directories[0]))}"
+        raise ValueError(f"{directories[0]} holds {why}")
     for group, study in known:
         if not study.whole:
-            print(f"Note: left out, because it lacks a control or a recipe: {study.title}, {group.where}.")
+            say(f"Note: left out, because it lacks a control or a recipe: {study.title}, {group.where}.", indent="  ")
     judged = [judge_study(study, margin=margin, alpha=alpha) for _, study in whole]
     for (group, study), one in zip(whole, judged, strict=True):
         if len(whole) > 1:
             print(f"== {study.title}, {group.where}")
-        (print if one.unfinished else say)(one.sentence)  # do not wrap a command
+        say(one.headline)
+        if goes_on := one.sentence.removeprefix(one.headline).strip():
+            print(goes_on)  # a command is not wrapped
         say(f"{verdict_tables.effort(one)}.")
         print()
         brief = verdict_tables.brief(one)
         assert brief is not None
-        print("\n".join(tables.terminal(brief)), end="\n\n")
+        print("\n".join(tables.terminal(brief, tables.screen())), end="\n\n")
         for finding in one.findings:
             if (reason := one.reason(finding)) is not None:
                 name = finding.arm.name
@@ -166,9 +173,10 @@ def _of_logs(
 
     arms = read_arms(baseline, candidate, metric)
     found = loss_verdict.judge_losses(*arms, margin=margin, alpha=alpha, paired=paired)
-    print(f"{found.verdict}: {found.reason}\n")
+    say(f"{found.verdict}: {found.reason}")
+    print()
     if (table := loss_page.losses(found)) is not None:
-        print("\n".join(tables.terminal(table)), end="\n\n")
+        print("\n".join(tables.terminal(table, tables.screen())), end="\n\n")
     say(f"Judged: {found.judged}.")
     for sentence in loss_verdict.answers(found):
         say(sentence)

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import shlex
 import socket
 import statistics
 import subprocess
@@ -25,7 +26,7 @@ from te_bench.gate.config import JSON, ROOT, Command, Commands
 from te_bench.gate.paired_sweep import GateProcesses, PairedPlan, Revision
 from te_bench.gate.paired_trial import MOST_TURNS, PROTOCOL, TIMED_S, Unrunnable, as_known
 from te_bench.gate.revision_process import Lines
-from te_bench.gate.stored_runs import COMMAND
+from te_bench.reports.analysis.naming import COMMAND
 from te_bench.reports.analysis.rows import printable
 from te_bench.reports.exchange import pytest_import
 
@@ -191,13 +192,16 @@ class CommandProcesses(GateProcesses):
     def start(self) -> PairedPlan:
         """Return the plan, made from the first run of each command; later calls return the same plan.
 
-        Raise Unrunnable if one revision cannot be set up, ValueError if both fail.
+        Raise Unrunnable if one revision cannot be set up, ValueError if both fail or the question's glob matches nothing.
         """
         began = time.monotonic()
         if self.planned is None:
+            chosen = [one for one in self.commands.commands if _may_match(one, self.question.only)]
+            if not chosen:
+                raise self._nothing_matches()
             self._runner = CommandRunner(self.log)
             self._set_up()
-            self.planned = self._plan()
+            self.planned = self._plan(chosen)
         self.starting_s = time.monotonic() - began
         return self.planned
 
@@ -205,6 +209,7 @@ class CommandProcesses(GateProcesses):
         failed: dict[str, str] = {}
         for number, words in enumerate(self.commands.setup):
             for one in self.revisions:
+                self.say(f"  setup of {one.name}: {printable(shlex.join(words))}")
                 try:
                     self._run(words, one, timed=False)
                 except Failed as error:
@@ -214,13 +219,11 @@ class CommandProcesses(GateProcesses):
             if failed:
                 raise Unrunnable("; ".join(f"{name}: {why}" for name, why in failed.items()))
 
-    def _plan(self) -> PairedPlan:
+    def _plan(self, chosen: Sequence[Command]) -> PairedPlan:
         """Plan each command's trials by what it measures of each revision; a revision that fails gets the other's trials."""
         trials: dict[str, dict[str, Mapping[str, Any]]] = {one.name: {} for one in self.revisions}
         together: dict[str, str] = {}
-        for command in self.commands.commands:
-            if not _may_match(command, self.question.only):
-                continue
+        for command in chosen:
             found: dict[str, Sequence[str]] = {}
             for one in self.revisions:
                 try:
@@ -238,11 +241,14 @@ class CommandProcesses(GateProcesses):
                         trials[one.name][trial.cell] = trial.to_json()
                         together[trial.cell] = command.name
         if not together:
-            names = ", ".join(command.name for command in self.commands.commands)
-            raise ValueError(
-                f"--only {self.question.only!r} matches nothing that {self.commands.file} measures; its benches: {names}"
-            )
+            raise self._nothing_matches()
         return PairedPlan(title=f"Commands of {self.commands.file}", baseline=None, trials=trials, together=together)
+
+    def _nothing_matches(self) -> ValueError:
+        names = ", ".join(command.name for command in self.commands.commands)
+        return ValueError(
+            f"--only {self.question.only!r} matches nothing that {self.commands.file} measures; its benches: {names}"
+        )
 
     def _trial(self, command: Command, figure: str) -> Trial:
         problem = {

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,23 +37,30 @@ def sentence(gate: Gate) -> str:
     counts = [(verdict, trials.count(verdict)) for verdict in GateVerdict]
     said = [f"{n} {verdict}" for verdict, n in counts if n]
     said = [f"{', '.join(said)} of {len(trials)} timed"] if said else ["nothing was timed on both sides"]
-    family = gate.judgements.get(FAMILY)
-    told = family and (family.verdict is not GateVerdict.INCONCLUSIVE or gate.exit_code != REGRESSED)
-    said += [f"their geometric mean {family.verdict}"] if family and told else []
+    family = _judgements(gate).get(FAMILY)
+    said += [f"their geometric mean {family.verdict}"] if family else []
     for code in (1, 4, 3):
         if n := sum(finding.code == code for finding in gate.findings):
             said.append(f"{_HEADINGS[code].lower()}: {n}")
     return f"{answer}: {'; '.join(said)}. Margin {_percent(gate.margin)}, alpha {gate.alpha:g}."
 
 
+def _judgements(gate: Gate) -> Mapping[str, GateJudgement]:
+    """Return the judgements to show: not an undecided mean beside a REGRESSION, which already is the answer."""
+    family = gate.judgements.get(FAMILY)
+    open_ = family is not None and family.verdict is GateVerdict.INCONCLUSIVE
+    return gate.trials if open_ and gate.exit_code == REGRESSED else gate.judgements
+
+
 def table(gate: Gate, limit: int | None = None) -> Table | None:
-    """Return one row per trial, the slowest first, and their geometric mean; names are cut to `limit` characters."""
+    """Return a row for each of `_judgements`, the slowest first; words of names have at most `limit` characters."""
     if gate.decision is None:
         return None
-    trials = [name for name in gate.judgements if name != FAMILY]
-    shown = {FAMILY: FAMILY} | ({} if limit is None else _shorten(trials, limit))
-    ordered = sorted(gate.judgements.items(), key=lambda item: (item[0] == FAMILY, -(item[1].ratio or 0.0)))
-    rows = [_row(shown.get(name, name), one, gate.timed.throttled.get(name, 0)) for name, one in ordered]
+    shown = {name: _named(gate, name) for name in gate.judgements}
+    if limit is not None and any(len(word) > limit for name in shown.values() for word in name.split()):
+        shown |= _shorten({name: said for name, said in shown.items() if name != FAMILY}, limit)
+    ordered = sorted(_judgements(gate).items(), key=lambda item: (item[0] == FAMILY, -(item[1].ratio or 0.0)))
+    rows = [_row(shown[name], one, gate.timed.throttled.get(name, 0)) for name, one in ordered]
     bars = f"{_percent(gate.margin)} and {_percent(MEAN_MARGINS * gate.margin)}"
     note = (
         "Ratios: candidate / baseline, of typical calls (on a CPU the lowest tenth, on a GPU the median) and of the mean of "
@@ -65,10 +72,10 @@ def table(gate: Gate, limit: int | None = None) -> Table | None:
 
 
 def _say_where_no_interval_is(gate: Gate) -> str:
-    without = [name for name, one in gate.judgements.items() if one.ratio is not None and one.low is None]
+    without = [name for name, one in _judgements(gate).items() if one.ratio is not None and one.low is None]
     if not without:
         return ""
-    who = f"{without[0]} has" if len(without) == 1 else f"{len(without)} rows have"
+    who = f"{_named(gate, without[0])} has" if len(without) == 1 else f"{len(without)} rows have"
     return f" {who} no interval: the pairs do not vary, or are too few to bound the ratio within a factor of 1,000."
 
 
@@ -107,16 +114,21 @@ def _percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-def _shorten(names: Sequence[str], limit: int) -> dict[str, str]:
-    """Cut the names in the middle; if two then look alike, first drop the words that all names begin and end with."""
-    cut = {name: _cut_middle(name, limit) for name in names}
+def _named(gate: Gate, name: str) -> str:
+    """Return the plain name of a trial or a finding, where it has one."""
+    return gate.plain.get(name, name)
+
+
+def _shorten(names: Mapping[str, str], limit: int) -> dict[str, str]:
+    """Cut {key: name} in the middle; if two then look alike, first drop the words that all names begin and end with."""
+    cut = {key: _cut_middle(name, limit) for key, name in names.items()}
     if len(set(cut.values())) == len(cut):
         return cut
-    words = [re.split("(?<=[/-])", name) for name in names]
+    words = [re.split("(?<=[/-])", name) for name in names.values()]
     start = _count_shared(words)
     end = _count_shared([found[start:][::-1] for found in words])
     apart = ["".join(found[start : len(found) - end]).rstrip("/-") for found in words]
-    return {name: _cut_middle(f"…{of}", limit) for name, of in zip(names, apart, strict=True)}
+    return {key: _cut_middle(f"…{of}", limit) for key, of in zip(names, apart, strict=True)}
 
 
 def _count_shared(words: Sequence[Sequence[str]]) -> int:
@@ -144,11 +156,11 @@ def terminal(gate: Gate) -> list[str]:
         assert shown is not None
         lines += ["", *tables.terminal(shown), *textwrap.wrap(full.note, _WIDTH), ""]
         for name, one in _undecided(gate).items():
-            lines += _wrap(f"{name}: {one.reason}")
+            lines += _wrap(f"{_named(gate, name)}: {one.reason}")
     for heading, found in _sections(gate):
         lines += ["", f"{heading}:"]
         for finding in found:
-            lines += _wrap(f"  {finding.name}: {finding.message}")
+            lines += _wrap(f"  {_named(gate, finding.name)}: {finding.message}")
     for note in _notes(gate):
         lines += ["", *_wrap(note)]
     return lines
@@ -162,7 +174,7 @@ def _regressions(gate: Gate) -> list[str]:
     """Say which trials are slower and by how much, the slowest first; at most MOST_SAID of them."""
     slower = [(name, one) for name, one in gate.judgements.items() if one.verdict is GateVerdict.REGRESSION]
     slower.sort(key=lambda item: (item[0] == FAMILY, -(item[1].ratio or 0.0)))
-    said = [f"{name} is {one.reason}." for name, one in slower]
+    said = [f"{_named(gate, name)} is {one.reason}." for name, one in slower]
     return said if len(said) <= MOST_SAID else [*said[:MOST_SAID], f"{len(said) - MOST_SAID} more are in the table."]
 
 
@@ -192,10 +204,10 @@ def markdown(gate: Gate) -> str:
     shown = table(gate)
     if shown is not None:
         lines += [tables.markdown(shown), f"{tables.escape(shown.note)}", ""]
-        lines += [f"- {tables.escape(f'{name}: {one.reason}')}" for name, one in _undecided(gate).items()]
+        lines += [f"- {tables.escape(f'{_named(gate, name)}: {one.reason}')}" for name, one in _undecided(gate).items()]
     for heading, found in _sections(gate):
         lines += ["", f"{heading}:", ""]
-        lines += [f"- {tables.escape(f'{finding.name}: {finding.message}')}" for finding in found]
+        lines += [f"- {tables.escape(f'{_named(gate, finding.name)}: {finding.message}')}" for finding in found]
     lines += [line for note in _notes(gate) for line in ("", tables.escape(note))]
     return "\n".join(lines).rstrip() + "\n"
 

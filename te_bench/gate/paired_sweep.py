@@ -92,6 +92,7 @@ class GateProcesses:
     revisions: Sequence[Revision]
     question: Question
     log: Path
+    say: Callable[[str], None]
     timed: list[RevisionProcess] = field(default_factory=list)
     training: list[RevisionProcess] = field(default_factory=list)  # beside the trials that are timed
     planned: PairedPlan | None = None

@@ -70,7 +70,7 @@ def run(question: Question, directory: Path, machine: dict[str, Any], *, say: Ca
                 own = question.commands is None
                 revisions.append(paired_sweep.revision(name, commit, files, store, machine, of_te_bench=own))
             kind = GateProcesses if question.commands is None else CommandProcesses
-            processes = kind(revisions=revisions, question=question, log=directory / LOG)
+            processes = kind(revisions=revisions, question=question, log=directory / LOG, say=say)
             stack.enter_context(contextlib.closing(processes))
             gate = run_rounds(question, directory, processes, known, started, say)
         except Unrunnable as error:
@@ -91,19 +91,20 @@ def run_rounds(
     commits = tuple(one.commit for one in processes.revisions)
     looks = tuple(known["looks"] or ())
     until = None if question.budget_s is None else started + question.budget_s
-    number, chosen, slowest = 0, None, 0.0
+    number, chosen, slowest, ahead = 0, None, 0.0, "round 1: every trial"
     pairs: Counter[str] = Counter()
     gate = None
     while True:
         begin = time.monotonic()
-        say(_describe_round(number, chosen, gate))
+        say(ahead)
         planned = processes.start()
         if number == 0:
             _begin(directory, [one.store for one in processes.revisions], known)
         report = functools.partial(_report_failures, say)
         paired_sweep.run_round(number, processes, _to_run(planned, chosen), report=report, until=until)
         took = time.monotonic() - begin
-        say(f"  {took:.1f} s, {processes.starting_s:.1f} s of them to start")
+        if number == 0:
+            say(f"  {took:.1f} s, {processes.starting_s:.1f} s of them to start")
         number += 1
         pairs.update(planned.common if chosen is None else chosen)
         if chosen:  # the first round runs every trial, and is the longest
@@ -123,6 +124,19 @@ def run_rounds(
             spent_s = time.monotonic() - started
             notes = (*_note_pairs(gate, number, looks or LOOKS), *_note_budget(gate, planned, spent_s, part_s))
             return replace(gate, notes=(*gate.notes, *notes))
+        most, left_s = (looks or LOOKS)[-1], math.inf if until is None else until - time.monotonic()
+        if slowest:
+            left_s = min(left_s, slowest * _parts_left(gate, planned, pairs, most))
+        ahead = f"round {number + 1}, pair {min(pairs[cell] for cell in chosen) + 1} of at most {most}"
+        ahead += "" if left_s == math.inf else f", at most about {duration(left_s)} left"
+        ahead += f": {_describe(chosen, gate)}"
+
+
+def _parts_left(gate: Gate, planned: PairedPlan, pairs: Mapping[str, int], most: int) -> int:
+    """Return how often the gate runs a part of the plan yet, if every undecided trial goes on to `most` pairs."""
+    undecided = (name for name, one in gate.trials.items() if one.more)
+    parts = planned.parts(_cells_of(undecided, gate, planned.common))
+    return sum(most - min(pairs[cell] for cell in part) for part in parts)
 
 
 def _begin(directory: Path, stores: Iterable[Store], known: Mapping[str, Any]) -> None:
@@ -154,7 +168,9 @@ def _note_budget(gate: Gate, planned: PairedPlan, spent_s: float, part_s: float)
     for name, pairs in needed.items():
         if pairs > LOOKS[-1]:
             what = "try a quieter machine, a longer command or a wider --margin"
-            return [f"no --budget decides {name}, because a gate makes at most {LOOKS[-1]} pairs of a trial; {what}"]
+            return [
+                f"no --budget decides {gate.plain[name]}, because a gate makes at most {LOOKS[-1]} pairs of a trial; {what}"
+            ]
     more_s = part_s * sum(
         max(0, *(needed[name] - one.pairs for name, one in undecided.items() if _cells_of([name], gate, part)))
         for part in planned.parts(_cells_of(undecided, gate, planned.common))
@@ -250,12 +266,10 @@ def _cells_of(names: Iterable[str], gate: Gate, cells: Iterable[str]) -> list[st
     return [cell for cell in cells if gate.names.get(cell) in chosen]
 
 
-def _describe_round(number: int, cells: Sequence[str] | None, gate: Gate | None) -> str:
-    if cells is None or gate is None:
-        return f"round {number + 1}: every trial"
+def _describe(cells: Sequence[str], gate: Gate) -> str:
     suspect = any(one.suspect for one in gate.trials.values())
     trials = f"{count_trials(len(cells))}{' that may be slower' if suspect else ''}"
-    return f"round {number + 1}: {trials}: {first_of([gate.names[cell] for cell in cells], MOST_NAMED)}"
+    return f"{trials}: {first_of([gate.plain[gate.names[cell]] for cell in cells], MOST_NAMED, '; ')}"
 
 
 def _report_failures(say: Callable[[str], None], records: Sequence[Record]) -> None:

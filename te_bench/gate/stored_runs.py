@@ -25,6 +25,7 @@ from te_bench.gate.decision import FEWEST, GateDecision, GateJudgement, GateVerd
 from te_bench.gate.memory_and_checks import FindingKind, GateFinding, Match, compare_match, compare_studies
 from te_bench.gate.question import ALPHA, MARGIN
 from te_bench.reports.analysis.measures import median, seconds_of
+from te_bench.reports.analysis.naming import COMMAND
 from te_bench.reports.analysis.rows import (
     TIMED,
     Configuration,
@@ -32,6 +33,7 @@ from te_bench.reports.analysis.rows import (
     Results,
     differences,
     identity,
+    listed_names,
     load_results,
     printable,
 )
@@ -49,7 +51,6 @@ _THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
 SEEDS = 8
 TELLING = 5  # different times in a process; short kernels may share fewer by chance, because clocks are coarse
 QUIET = 0.1  # the quantile of a process's samples on a CPU
-COMMAND = "command"  # the workload of te_bench.gate.commands, whose trials the user names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +82,7 @@ class Gate:
     allowed: bool = False  # whether the environments may differ
     compared: int = 0  # pairs of records that ended ok
     names: Mapping[str, str] = field(default_factory=dict)  # {Trial.cell: name of its trials in this gate}
+    plain: Mapping[str, str] = field(default_factory=dict)  # {name of a trial: its plain name, for a reader}
     notes: tuple[str, ...] = ()
 
     @property
@@ -147,8 +149,9 @@ def compare(
         return gate
     matches = _match(*sides)
     timed = _pair_times(matches)
+    plain = _plain(matches)
     few_seeds = _note_few_seeds(sides, timed) if looks is None else ()
-    before = (*_note_environments(results, sides), *_note_order(matches), *_note_copies(timed))
+    before = (*_note_environments(results, sides), *_note_order(matches), *_note_copies(timed, plain))
     return dataclasses.replace(
         gate,
         decision=(
@@ -164,7 +167,8 @@ def compare(
         timed=timed,
         compared=sum(len(match.pairs) for match in matches),
         names={one.id: match.name for match in matches for one in (match.baseline, match.candidate) if one},
-        notes=(*before, *few_seeds, *_note_added(matches)),
+        plain=plain,
+        notes=(*before, *few_seeds, *_note_added(matches, plain)),
     )
 
 
@@ -227,18 +231,18 @@ def _note_order(matches: Sequence[Match]) -> list[str]:
     ]
 
 
-def _note_copies(timed: TimedPairs) -> list[str]:
+def _note_copies(timed: TimedPairs, plain: Mapping[str, str]) -> list[str]:
     """Say which pairs are ignored because they are copies."""
     return [
-        f"{name}: ignored, because one side repeats the times of an earlier seed: seed{'s' * (len(seeds) > 1)} "
+        f"{plain[name]}: ignored, because one side repeats the times of an earlier seed: seed{'s' * (len(seeds) > 1)} "
         f"{', '.join(map(str, seeds))}"
         for name, seeds in timed.copies.items()
     ]
 
 
-def _note_added(matches: Sequence[Match]) -> list[str]:
+def _note_added(matches: Sequence[Match], plain: Mapping[str, str]) -> list[str]:
     """Say what to do if nothing could be compared because trials run in the candidate only."""
-    added = [match.name for match in matches if match.candidate and match.candidate.ok]
+    added = [plain[match.name] for match in matches if match.candidate and match.candidate.ok]
     if not added or any(match.pairs for match in matches):
         return []
     what = f"{added[0]}, merge it" if len(added) == 1 else f"these {len(added)} trials, merge them"
@@ -280,6 +284,14 @@ def _match(baseline: Sequence[Group], candidate: Sequence[Group]) -> list[Match]
         )
         for key in order
     ]
+
+
+def _plain(matches: Sequence[Match]) -> dict[str, str]:
+    """Return {name of what is timed: its plain name}."""
+    both = {match.name: match.candidate or match.baseline for match in matches}
+    named = listed_names({name: one.trial for name, one in both.items() if one})
+    ends = {suffix: suffix.replace("/", ", ") for suffix in TIMED.values()}
+    return {name + suffix: said + end for name, said in named.items() for suffix, end in ends.items()}
 
 
 def _pair_times(matches: Sequence[Match]) -> TimedPairs:

@@ -1,5 +1,7 @@
 """Answer planning's questions on a user's model: `python -m te_bench.models.probe`, question on stdin, JSON on stdout.
 
+An empty line before the JSON says that the model was built.
+
 The model has tensors with shapes and no memory, if possible; no GPU is visible.
 """
 
@@ -8,6 +10,7 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -42,14 +45,21 @@ class Attended(TorchFunctionMode):
         return self.__torch_function__(SDPA, (), args, kwargs)
 
 
-def find_out(source: Source, tokens: int) -> Facts:
-    """Return the facts of a model. Raises ValueError, one sentence, if it cannot be built or trained."""
-    few = min(tokens, TRIED)
-    return adopted.without_memory(source, lambda: _facts(source, tokens), otherwise=lambda: _facts(source, few))
+def find_out(source: Source, tokens: int, built: Callable[[], object] = lambda: None) -> Facts:
+    """Return the facts of a model; calls `built` before its forward pass.
+
+    Raises ValueError, one sentence, if it cannot be built or trained.
+    """
+
+    def facts(most: int) -> Callable[[], Facts]:
+        return lambda: _facts(source, most, built)
+
+    return adopted.without_memory(source, facts(tokens), otherwise=facts(min(tokens, TRIED)))
 
 
-def _facts(source: Source, tokens: int) -> Facts:
+def _facts(source: Source, tokens: int, built: Callable[[], object]) -> Facts:
     made = adopted.make(source, attention=adopted.OWN, device="cpu")
+    built()
     tokens = made.sequence or min(tokens, made.block or tokens)
     model = adopted.Adopted(made)
     inputs, targets = made.draw(1, tokens, seed=0, device="cpu")
@@ -99,9 +109,13 @@ def main() -> None:
     os.dup2(2, 1)
     question = json.load(sys.stdin)
     said: dict[str, Any]
+
+    def built() -> None:
+        print(file=answer, flush=True)  # tells where the user's code was, if it ends this process
+
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            said = dataclasses.asdict(find_out(Source(**question["source"]), question["tokens"]))
+            said = dataclasses.asdict(find_out(Source(**question["source"]), question["tokens"], built))
     except ValueError as error:
         said = {"error": on_one_line(str(error))[:600]}
     except ModuleNotFoundError as error:

@@ -221,11 +221,11 @@ def ask(source: Source, *, tokens: int) -> Facts:
     """Return a model's facts, found by a process without a GPU. Raises ValueError, one sentence, if it cannot train."""
     question = json.dumps({"source": source.settings, "tokens": tokens})
     code, said, errors = _run_probe(source.model, question)
-    answer: Mapping[str, Any] = json.loads(said) if code == 0 and said else {}
+    answer: Mapping[str, Any] = json.loads(said) if code == 0 and said.strip() else {}
     if "error" in answer:
         raise ValueError(answer["error"])
     if not answer:
-        raise ValueError(f"{source.model}: {_end(code)}{_last_line(errors)}")
+        raise ValueError(f"{source.model}: {_end(code, built=bool(said))}{_last_line(errors)}")
     return Facts(**answer)
 
 
@@ -261,9 +261,10 @@ def _run_probe(model: str, question: str) -> tuple[int, str, str]:
         return probe.returncode, answer.read(), log.read()
 
 
-def _end(code: int) -> str:
+def _end(code: int, *, built: bool) -> str:
     killed = ", for want of memory perhaps" if code == -9 else ""
-    return f"building it ended the process with {'signal' if code < 0 else 'exit code'} {abs(code)}{killed}"
+    what = "its forward pass" if built else "building it"
+    return f"{what} ended the process with {'signal' if code < 0 else 'exit code'} {abs(code)}{killed}"
 
 
 def _last_line(text: str) -> str:

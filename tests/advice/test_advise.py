@@ -303,10 +303,12 @@ def test_the_opening_line_says_what_all_takes_and_what_the_budget_holds() -> Non
     for budget_s in (20.0, 90.0, 9000.0):
         gathered(Machine(question("tiny", "cpu")), budget_s=budget_s, say=said.append)
     everything = r"(\d+ s|\d min) if the model is small"
-    assert re.search(rf"All of it takes about {everything}; in your 20 s: the survey and 2 steps\.$", said[0])
+    assert re.search(
+        rf"All of it takes about {everything}; in your 20 s: the survey and about 2 runs of steps\.$", said[0]
+    )
     assert re.search(r"(in your|--budget allows) 90 s\b", said[1])
     assert re.search(
-        rf"the parts that decide are measured, about {everything}; --budget allows 2\.5 h\.$",
+        rf"up to 10 runs of steps and the parts that decide are measured, about {everything}; --budget allows 2\.5 h\.$",
         said[2],
     )
 

@@ -68,7 +68,7 @@ def test_a_users_model_is_timed_so_before_it_is_compiled_whole_and_by_torchao_in
 def test_it_has_a_plain_name(asked: Question) -> None:
     assert BLOCKS.words() == "torch.compile bf16, per block"
     theirs = next(choice for choice in asked.choices if choice.rival == "torchao_rowwise" and choice.mode == MODE)
-    assert theirs.words() == "torchao rowwise FP8, torch.compile per block"
+    assert theirs.words() == "torchao FP8, rowwise scaling, torch.compile per block"
     assert BLOCKS.of_others
 
 

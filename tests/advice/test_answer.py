@@ -121,6 +121,33 @@ def test_the_page_of_what_stays_says_so_and_each_table_has_one_title(tmp_path: P
     assert "<h2>Steps that were measured</h2>" not in html
 
 
+def test_the_page_of_a_cpu_says_only_what_is_true_there(tmp_path: Path) -> None:
+    """FP8 loses there, memory is resident, and float32's parts were not timed."""
+    asked = question("tiny", "cpu")
+    machine = Machine(asked, times_of_step=lambda trial: 0.1 if trial.precision == "fp32" else 1.0)
+    evidence = gathered(machine)
+    found = decided(machine, evidence, tmp_path)
+    assert found.use.precision == "fp32"
+    evidence = dataclasses.replace(evidence, predictions={})
+    said = page.markdown(evidence, found, [], "te-bench advise").decode()
+    assert "gains more" not in said
+    assert "Predictions were made" not in said
+    assert "Predicted, ms" not in said
+    assert "| Resident, GiB |" in said
+    assert "Peak, GiB" not in said
+    assert "| all logits and loss" in said
+    assert "reference and loss" not in said
+    index = page.write_page(evidence, found, [], tmp_path / "advice", "te-bench advise")
+    assert "its parts were not timed alone" in index.read_text()
+
+
+def test_a_gpus_page_explains_the_columns_that_it_has(answered: Answered) -> None:
+    said = page.markdown(*answered, [], "te-bench advise").decode()
+    assert "gains more" in said
+    assert "Predictions were made before" in said
+    assert "| Peak, GiB |" in said
+
+
 def test_a_linear_that_takes_longer_alone_than_its_step_is_marked(answered: Answered) -> None:
     evidence, _ = answered
     gain = linear_gains(evidence)[0]
@@ -222,12 +249,11 @@ def test_convergence_of_bf16_needs_no_proof_and_of_fp8_names_the_command() -> No
         in said
     )
     assert (
-        "it reaches bf16's loss 1.25× [1.01, 1.55] as fast, we estimate from the 2 of 12 pairs that share a host (results/"
+        "it reaches bf16's loss 1.25× [0.98, 1.55] as fast, estimated from 2 of 12 pairs, which share a host (results/"
         in said
     )
-    command = "te-bench run convergence --preset gpt2-short --model gpt2 --recipes delayed_scaling --seeds 14 --fused"
-    assert command in said
-    assert "GPU minutes" in said
+    command = "te-bench run convergence --preset gpt2-short --model gpt2 --recipes delayed_scaling --fused --as-pilot"
+    assert f"A pilot tells in 10 GPU minutes how many seeds your model takes: {command}." in said
     other = convergence.in_words(asked, fused("rowwise_scaling"), 0.02)
     assert "no verdict is published" in other
     assert "GPU hours" in convergence.in_words(asked, fused("rowwise_scaling"), 20.0)

@@ -11,11 +11,11 @@ import torch
 from advice_machine import Machine, decided, gathered, survey_work
 
 import te_bench.models as te
-from te_bench.advice import answer, candidates, code, convergence
+from te_bench.advice import answer, candidates, code, convergence, page
 from te_bench.advice.candidates import Choice, Question
 from te_bench.advice.parts import Made, Part, parts_of
 from te_bench.experiments import plan
-from te_bench.experiments.spec import OWN_ATTENTION, Options, Trial
+from te_bench.experiments.spec import OWN_ATTENTION, Options, Record, Trial
 from te_bench.models import recipe as recipes
 from te_bench.models import rivals
 
@@ -110,6 +110,39 @@ def test_its_trials_hold_the_source_and_pass_the_plans_check(asked: Question) ->
         assert trial.problem["sha256"]
     assert len({asked.trial(choice).id for choice in asked.choices}) == len(asked.choices)
     assert len({choice.words() for choice in asked.choices}) == len(asked.choices)
+
+
+class Chooses(Machine):
+    """Steps with te-bench's parts, which choose Gluon's attention."""
+
+    def _record(self, trial: Trial) -> Record:
+        found = super()._record(trial)
+        chosen = {"chosen": "gluon"} if trial.problem.get("parts") else {}
+        return dataclasses.replace(found, work={**found.work, **chosen})
+
+
+def test_the_attention_of_an_advised_step_is_timed_alone_or_said_not_to_be(asked: Question, tmp_path: Path) -> None:
+    (call,) = survey_work(asked)["attentions"]
+    call |= {"batch": 1, "heads": 32, "kv_heads": 8, "length": 8192, "keys": 8192}  # Llama 3.2 1B's
+    fast: dict[str, Any] = {"survey": {"attentions": [call]}}
+    fast["times_of_step"] = lambda trial: 0.1 if trial.problem.get("parts") else 1.0
+    machine = Chooses(asked, **fast)
+    evidence = gathered(machine)
+    found = decided(machine, evidence, tmp_path)
+    assert "Gluon attention" in answer.sentences(evidence, found, [])[0]
+    rows = [
+        line for line in page.markdown(evidence, found, [], "").decode().splitlines() if "| Gluon attention |" in line
+    ]
+    assert len(rows) == 1
+    assert float(rows[0].split("|")[2]) > 0
+    known = {record.trial.id for record in machine.records if record.trial.attention != "gluon"}
+    found = dataclasses.replace(found, gpu="NVIDIA H200")
+    evidence = gathered(Chooses(asked, **fast), budget_s=0.0, known=known)
+    (row,) = [
+        line for line in page.markdown(evidence, found, [], "").decode().splitlines() if "| Gluon attention |" in line
+    ]
+    assert row.split("|")[2].strip() == "—"
+    assert "not timed alone; chosen by the nearest measured shape, B4 H16 T8192 D64" in row
 
 
 def test_linears_that_stay_in_bf16_are_counted_so(asked: Question) -> None:
@@ -227,8 +260,8 @@ def test_a_rival_that_is_faster_is_advised_with_its_lines(asked: Question, tmp_p
     assert found.exit_code == 0
     assert not any(choice.rival for choice in evidence.predictions)
     said = answer.sentences(evidence, found, [])
-    assert said[0] == "Use torchao rowwise FP8, torch.compile."
-    assert "no verdict is published for torchao rowwise" in " ".join(said)
+    assert said[0] == "Use torchao FP8, rowwise scaling, torch.compile."
+    assert "no verdict is published for torchao FP8, rowwise scaling" in " ".join(said)
     lines = code.code(asked, found.use)
     compile("\n".join(lines), "advice", "exec")
     assert 'from_recipe_name("rowwise")' in "\n".join(lines)
@@ -247,7 +280,7 @@ def test_rivals_without_a_time_are_named_and_those_that_cannot_train_it_are_not(
     evidence = gathered(machine)
     assert answer.unmeasured_rivals(evidence) == ["torchao_rowwise"]
     said = answer.sentences(evidence, decided(machine, evidence, tmp_path), [])
-    assert sum("Not measured: torchao rowwise." in sentence for sentence in said) == 1
+    assert sum("Not measured: torchao FP8, rowwise scaling." in sentence for sentence in said) == 1
     hurried = gathered(Machine(asked, fails={"torchao": "unsupported", "compile": "timeout"}))
     assert answer.unmeasured_rivals(hurried) == ["torch.compile"]
 

@@ -42,6 +42,7 @@ class Command:
         self.monkeypatch, self.capsys = monkeypatch, capsys
         monkeypatch.setattr(typer.main, "get_command", _options)
         monkeypatch.setattr(environment, "code_hash", _code_hash)
+        monkeypatch.setenv("COLUMNS", "100")
 
     def __call__(self, *arguments: object) -> Done:
         self.monkeypatch.setattr(sys, "argv", ["te-bench", *map(str, arguments)])

@@ -180,6 +180,23 @@ def test_nothing_measured_ends_with_4(command: Command, simulated: Machine) -> N
     simulated.fails = {"train_step": "oom"}
     done = command(*TINY)
     assert (done.code, "Nothing could be measured: oom: planted" in done.out) == (4, True), done.out
+    simulated.fails = {"train_step": "crashed: RuntimeError: planted; see logs/0a.log"}
+    assert "planted; see run/logs/0a.log" in command(*TINY, "--out", "run").out
+
+
+def test_sequences_beyond_the_models_longest_are_warned_of(command: Command, simulated: Machine) -> None:
+    assert "warning: --tokens 100: tiny's longest sequence has 64" in command(*TINY, "--tokens", 100).err
+    assert "longest" not in command(*TINY, "--tokens", 64).err
+
+
+def test_a_loss_that_is_nan_is_told_in_a_sentence(command: Command, tmp_path: Path) -> None:
+    model = "import torch\n\n\nclass M(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    model += "        self.e = torch.nn.Embedding(64, 64)\n\n    def forward(self, x):\n"
+    model += "        return self.e(x) * float('nan')\n"
+    (tmp_path / "nanloss.py").write_text(model)
+    done = command("advise", "--model", "nanloss:M", "--device", "cpu", "--tokens", 16, "--batch", 1)
+    said = "the loss of the first batch is NaN (bf16 autocast); no step was timed"
+    assert (done.code, done.out.splitlines()[-1]) == (4, f"Nothing could be measured: nanloss:M: diverged: {said}")
 
 
 @pytest.mark.parametrize(

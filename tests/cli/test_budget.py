@@ -92,10 +92,19 @@ def seconds(seeds: float) -> float:
 
 @pytest.mark.parametrize(("budget", "seeds"), [(seconds(3), 3), (seconds(3.99), 3), (seconds(9.01), 9)])
 def test_a_budget_is_as_many_seeds_as_it_holds(command: Command, pilot: Path, budget: float, seeds: int) -> None:
-    found = planned(command, "--budget", f"{budget}s", "--timings", pilot)
+    found = planned(command, "--budget", f"{budget}s", "--timings", pilot, "--margin", 0.004)
     assert {trial["seed"] for trial in found["trials"]} == set(range(seeds))
     assert found["judgement"]["seeds"] == found["conclusion"]["seeds"] == seeds
     assert found["estimate"]["device_s"] == pytest.approx(seconds(seeds))
+
+
+def test_a_budget_after_a_pilot_takes_eight_seeds_if_it_holds_them(command: Command, tmp_path: Path) -> None:
+    """However alike the pilot's gaps are: fewer that a pilot chose err too often."""
+    draw = random.Random(1)
+    records = [ended(trial, 1e-4 * draw.gauss(0, 1)) for trial in trials(4, None, as_pilot=True)]
+    pilot = write(tmp_path / "pilot", records, seeds=4, pilot=True)
+    for held, seeds in ((100, 8), (5.5, 5)):
+        assert planned(command, "--budget", f"{seconds(held)}s", "--pilot", pilot)["judgement"]["seeds"] == seeds
 
 
 def test_a_budget_is_spent_on_all_gpus_at_once(command, monkeypatch, tmp_path):
@@ -303,7 +312,7 @@ def test_an_arm_that_no_record_times_is_named(command: Command, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--budget", "1m"], "--budget 60 s: a verdict needs 3 seeds, which take about"),
+        (["--budget", "1m", "--as-pilot"], "--budget 60 s: a pilot needs 3 seeds, which take about"),
         (["--budget", "10m", "--seeds", "7"], "--seeds 7 take about 14 min, and --budget is 10 min: give --seeds 4"),
         (["--timings", "nowhere"], "nowhere holds no journal.jsonl: it is not the --out directory"),
     ],
@@ -315,6 +324,16 @@ def test_what_a_budget_cannot_carry_is_told_and_nothing_written(command, pilot, 
     assert done.code == 2
     assert done.err.startswith(f"te-bench: {message}")
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_budget_too_small_names_the_least_that_concludes(command: Command, pilot: Path) -> None:
+    asked = (*CONVERGENCE, "--pilot", pilot)
+    for verb, told in (("plan", "no design concludes in --budget 60 s; the least takes about"), ("run", "")):
+        done = command(verb, *asked, "--budget", "1m")
+        assert (done.code, told in done.err) == (2, True)
+    [seeds] = re.findall(r"--budget 60 s: a verdict needs (\d+) seeds, which take about", done.err)
+    assert command("plan", *asked, "--seeds", seeds).code == 0
+    assert command("plan", *asked, "--seeds", int(seeds) - 1).code == 2
 
 
 @pytest.mark.parametrize(
@@ -383,11 +402,13 @@ def test_what_is_known_of_the_spread_is_used_and_else_said_to_be_assumed(command
     said = "What 5 seeds can conclude, margin 0.003 nat: spread of a pair's gap: sd 0.0015 nat, assumed: that of FP8"
     assert said in flat
     assert "5 seeds; planned with its 80 % upper bound, 0.0023" in flat
-    power = r"\(alpha 0\.05\): power \d+% at a true gap of 0; 80 % takes 7 seeds, or with 5 a margin of 0\.0043 nat"
+    power = (
+        r"\(alpha 0\.05\): by its own test power \d+% at a true gap of 0; 80 % takes 11 seeds, or with 5 a margin of"
+    )
     assert re.search(power, flat)
-    assert re.search(r"by the planned spread: power \d+% at a true gap of 0; 80 % takes 11 seeds", flat)
-    chance = "chance that a recipe and A/A are called EQUIVALENT, by that spread, where its true gap in nat is:"
-    assert f"{chance} seeds runs CPU h 0 0.001 0.0015" in flat
+    assert "takes 7 seeds" not in flat  # by the estimate itself
+    chance = "chance that a recipe and A/A are both called EQUIVALENT, where the true gap in nat is:"
+    assert f"{chance} seeds runs CPU h 0 0.001 0.0015 3" in flat  # no loss of this training is known, and so no gap
     assert "Holm" not in flat  # one recipe
     assert "time: not known; --pilot DIR of a pilot gives it" in flat
     for option, value in (("steps", 77), ("learning-rate", 2e-3), ("warmup", 5), ("accumulate", 2), ("batch", 9)):
@@ -408,11 +429,32 @@ def test_what_is_known_of_the_spread_is_used_and_else_said_to_be_assumed(command
     assert "measured on 4 seeds, pair correlation 1.00" in text
 
 
+def test_a_plan_whose_planted_fault_no_record_has_shown_says_so(command: Command, tmp_path: Path) -> None:
+    """The verdict on thirty steps was void: a fault takes time to be seen."""
+    told = "planted fault: no record shows how far it ends above bf16 in this training"
+    for design in ("pairs", "pool"):
+        for steps, unseen in ((30, True), (150, False)):
+            asked = (*CONVERGENCE, "--design", design, "--steps", steps, "--seeds", 3)
+            assert (told in plainly(command("plan", *asked).out)) == unseen
+        assert told not in plainly(command("plan", *CONVERGENCE, "--design", design, "--steps", 30, "--as-pilot").out)
+    part = ("--steps", 30, "--seeds", 3, "--only", "*-control-*,*-aa-*,*-recipe-*")
+    assert told not in plainly(command("plan", *CONVERGENCE, *part).out)
+    pilot = write(tmp_path / "pilot", [ended(trial) for trial in trials(3, 30, as_pilot=True)], seeds=3, pilot=True)
+    assert told not in plainly(command("plan", *CONVERGENCE, "--steps", 30, "--pilot", pilot).out)
+
+
+def test_the_trials_of_a_plan_stand_behind_what_it_says(command: Command) -> None:
+    lines = command("plan", *CONVERGENCE, "--seeds", "5").out.splitlines()
+    ids = [trial.id for trial in trials(5, None)]
+    assert [line.split()[0] for line in lines[-len(ids) :]] == ids
+    assert lines[0].startswith(f"{len(ids)} trials: Convergence")
+
+
 def test_holm_s_hardest_step_is_said(command: Command, pilot: Path) -> None:
     several = ("--recipes", "delayed_scaling,rowwise_scaling,float8_block_scaling,float8_current_scaling")
     asked = ("--seeds", "8", "--timings", pilot)
     text = plainly(command("plan", *CONVERGENCE[:-2], *several, *asked).out)
-    assert "the hardest of 4 recipes (Holm, alpha 0.0125): power" in text
+    assert "the hardest of 4 recipes (Holm, alpha 0.0125): by its own test power" in text
     assert "time: not known" in text  # rowwise and block scaling were not in the pilot
     minutes = f"{seconds(8) / 60:.3g}"
     assert f"time: about {minutes} CPU minutes" in plainly(command("plan", *CONVERGENCE, *asked).out)
@@ -436,7 +478,7 @@ def test_a_run_says_what_its_seeds_can_conclude_before_it_begins(command: Comman
     done = command("run", *CONVERGENCE, *asked)
     assert done.code == 130
     assert done.out.startswith("What 3 seeds can conclude, margin 0.003 nat:\n")
-    assert re.search(r"one recipe on its own \(alpha 0\.05\): power \d+% at a true gap", done.out)
+    assert re.search(r"one recipe on its own \(alpha 0\.05\): by its own test power \d+%", done.out)
     quick = command("run", "quick", "--device", "cpu", "--out", tmp_path / "quick")
     assert "can conclude" not in quick.out
 
@@ -469,7 +511,7 @@ def test_the_presets_have_the_power_that_they_need_or_say_that_it_is_not_known(c
     done = command("plan", "convergence", "--device", "cpu", "--data", "random", "--preset", preset, "--json")
     known = json.loads(done.out)["conclusion"]
     assert (known is None) == (preset == "char")
-    assert known is None or known["cautious"]["power"] >= 0.8
+    assert known is None or known["hardest"]["power"] >= 0.8
 
 
 @pytest.mark.parametrize("seeds", [6, 10, 12])  # the margin of 12 has figures that are not said
@@ -487,8 +529,8 @@ def test_timings_that_tell_nothing_of_the_spread_say_why(command: Command, pilot
 
 # ---- a pool of bf16 runs
 
-# Runs of GPT-2 vary by 0.0247 (sd, as the plan has it): a margin at which a pool of tens of rounds decides.
-POOL = ("convergence", "--device", "cuda", "--data", "random", "--preset", "gpt2", "--design=pool", "--margin=0.0263")
+# Runs of GPT-2 vary by 0.0149 (sd, as the plan has it): a margin at which a pool of tens of rounds decides.
+POOL = ("convergence", "--device", "cuda", "--data", "random", "--preset", "gpt2", "--design=pool", "--margin=0.0159")
 
 
 def pool(*arguments: object, command: Command) -> tuple[int, str, str]:
@@ -534,10 +576,11 @@ def test_the_presets_of_whole_trainings_follow_their_plan(command: Command, monk
         found = json.loads(command(*asked, preset, "--json").out)
         seeds = found["judgement"]["seeds"]
         assert found["judged_first"] == "delayed scaling E4M3, fused, FP8 head"
-        assert found["conclusion"]["cautious"]["power"] >= 0.8
+        assert found["conclusion"]["alone"]["power"] >= 0.8
         [planned] = [one for one in found["conclusion"]["options"] if one["rounds"] == seeds]
-        both = found["conclusion"]["cautious"]["power"] * found["conclusion"]["aa"]["power"]
+        both = found["conclusion"]["alone"]["power"] * found["conclusion"]["aa"]["power"]
         assert planned["power"][0] == pytest.approx(both)
+        assert planned["power_of_others"][0] == pytest.approx(both * found["conclusion"]["hardest"]["power"])
         assert (planned["runs"], planned["seconds"]) == (seeds * 9 + 3, found["estimate"]["device_s"])
         assert len(found["trials"]) == seeds * 9 + 3
     for option, value in (("learning-rate", 6e-4), ("warmup", 100)):  # of the same time, and of another spread
@@ -548,12 +591,22 @@ def test_the_presets_of_whole_trainings_follow_their_plan(command: Command, monk
         "sd 0.0027 nat, assumed: that of a gap to two bf16 runs, by GPT-2's 48 runs of twelve seeds in results/h200"
         in said
     )
-    assert "judged first, delayed scaling E4M3, fused, FP8 head (alpha 0.05): power" in said
-    assert "the hardest of the other 6 (Holm, alpha 0.00833), which pass only where it does: power" in said
-    assert "seeds runs GPU h 0 0.0017 0.0025" in said  # gaps of 0, a third and half of the margin
-    [row] = re.findall(r" 12 111 5\.86 ([\d% ]+) \*", said)
-    shown = [int(each.rstrip("%")) for each in row.split()]
-    assert shown[0] > 90 > shown[2] > 50
+    assert "judged first, delayed scaling E4M3, fused, FP8 head (alpha 0.05): by its own test power" in said
+    assert "the hardest of the other 6 (Holm, alpha 0.00833), which pass only where it does: by its own test" in said
+    # gaps of 0, a third and half of the margin, and of GPT-2's study
+    assert (
+        "(the last, 0.0035, is by the gaps measured so far): seeds runs GPU h 0 0.0017 0.0025 0.0035 | 0 0.0017 0.0025"
+        in said
+    )
+    [row, others] = re.findall(r" 12 111 5\.86 ([\d% ]+) \| ([\d% ]+) \*", said)[0]
+    shown, after = ([int(each.rstrip("%")) for each in of.split()] for of in (row, others))
+    assert shown[0] > 90 > shown[2] > 50 > shown[3]
+    assert (len(after), after == sorted(after, reverse=True)) == (4, True)
+    assert all(other < first for other, first in zip(after, shown, strict=True))
+    assert "warning: where the true gap is half the margin" not in said
+    short = plainly(command(*asked, "gpt2", "--seeds", 10).out)
+    assert "warning: where the true gap is half the margin, 0.0025 nat, 42% of such studies show it" in short
+    assert "| 0" not in command(*asked, "gpt2", "--only", "*-control-*,*-aa-*,*/delayed_scaling_e4m3/*").out
     assert "two runs of one seed correlate by 0.97: a pool of bf16 runs takes 29 times as many runs" in said
     assert "time: about 5.86 GPU hours (estimated for an H200, by published records of like trials" in said
 
@@ -681,7 +734,7 @@ def test_a_plan_of_one_recipe_is_refused_where_its_aa_would_leave_it_void(
     done = command(*one, "--seeds", 9)
     assert done.code == 2
     assert (
-        "A/A, without which no verdict counts, by that spread: power 76% at a true gap of 0; 80 % takes 10 seeds"
+        "A/A, without which no verdict counts: by its own test power 76% at a true gap of 0; 80 % takes 10 seeds"
         in (plainly(done.out))
     )
     assert "9 seeds would show A/A's true gap of 0 to lie within 0.005 nat with a power of 76% only" in done.err
@@ -746,13 +799,15 @@ def test_a_design_that_cannot_conclude_is_refused_with_what_it_would_take(comman
     code, said, why = pool("--budget", "7h", command=command)
     assert code == 2
     assert "The design: 12 rounds" in said  # the most that the budget holds
-    assert "12 rounds would show a true gap of 0 to lie within 0.0263 nat with a power of" in why
+    assert "12 rounds would show a true gap of 0 to lie within 0.0159 nat with a power of" in why
     takes = r"It takes --seeds (\d+) \([0-9.]+ GPU hours\), or --margin 0\.0\d+, or runs that vary by"
     [needed] = re.findall(takes, why)
     assert pool("--seeds", needed, command=command)[0] == 0
     assert pool("--budget", "20h", command=command)[0] == 0
     code, _, why = pool("--budget", "1h", command=command)
-    assert (code, "--budget 60 min: a verdict needs 3 rounds, which take about 105 min" in why) == (2, True)
+    assert (code, "--budget 60 min: a verdict needs 20 rounds, which take about 10.8 h" in why) == (2, True)
+    code, _, why = pool("--budget", "1h", "--margin", "0.0001", command=command)
+    assert (code, "holds no verdict, and by the planned spread no number of rounds would" in why) == (2, True)
     for only in ("*/bf16/*", "*recipe*"):  # a part of the plan
         assert pool("--seeds", 20, "--only", only, command=command)[0] == 0
     code, said, _ = pool("--as-pilot", command=command)
@@ -890,7 +945,7 @@ def test_a_plan_of_branches_promises_nothing_of_fewer_trunks_than_a_verdict_take
     enough, few = (plainly(command(*asked, seeds).out) for seeds in (6, 5))
     assert "power over 99% at a true gap of 0" in enough
     assert "80 % takes 6 seeds" in enough
-    assert "the same by the planned spread: nothing: a verdict needs 6 seeds at least; 80 % takes 6" in few
+    assert "(alpha 0.05): nothing: a verdict needs 6 seeds at least; 80 % takes 6" in few
 
 
 def test_a_pilot_of_branches_tells_their_spread(command: Command, tmp_path: Path) -> None:

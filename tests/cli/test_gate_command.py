@@ -54,6 +54,8 @@ def gate(command: Command, tmp_path: Path) -> Gate:
         ((), {"gib": 2.0}, 1, "peak resident +1,024.0 MiB"),
         ((), {"attention": "math"}, 4, "in the baseline, not in the candidate"),
         ((), {"slower": 1.5, "torch": "2.12.0"}, 5, "torch: 2.11.0 -> 2.12.0"),
+        (["--margin", "2%"], {"slower": 1.05}, 1, "PyTorch eager bf16 is 1.05"),
+        (["--verbose"], {"slower": 1.05}, 1, "train_step/gpt2-b12-t1024-V50304/flash/bf16/eager is 1.05"),
         (["--allow-environment-change"], {"slower": 1.5, "torch": "2.12.0"}, 1, "as allowed: torch"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -138,6 +139,8 @@ def test_a_package_is_set_up_in_each_revision_and_timed_by_its_own_figures(gate,
     assert 1.25 < found["ratio"] < 1.6
     [missing] = answer(tmp_path)["findings"]
     assert (missing["name"], missing["message"]) == ("package: gone", "in the baseline, not in the candidate")
+    begun = done.err.splitlines()
+    assert begun[:3] == ["round 1: every trial", *(f"  setup of {one}: {PYTHON} build.py" for one in ("base", "head"))]
 
     commit({"build.py": "raise SystemExit('no compiler')"})
     done = gate(head, text)
@@ -177,6 +180,22 @@ def test_the_change_that_adds_the_first_benchmark_is_told_what_to_do(gate, commi
     assert said.endswith("Note: if the candidate adds inside, merge it first or allow exit code 4.")
 
 
+def test_each_round_says_its_pair_and_the_time_that_is_left_at_most(gate, commit):
+    commit({"job.sh": SCRIPT.format(seconds=0.01)})
+    done = gate("HEAD", '[bench.job]\ncommand = "sh job.sh"', "--margin", "0.1%", "--budget", "3s")
+    rounds = [line for line in done.err.splitlines() if line.startswith("round ")]
+    assert rounds[0] == "round 1: every trial"
+    ahead = r"round (\d+), pair (\d+) of at most (\d+), at most about ([1-3]) s left"
+    said = f"{ahead}: 1 trial(?: that may be slower)?: job"
+    told = [re.fullmatch(said, line) for line in rounds[1:]]
+    assert [(one[1], one[2]) for one in told] == [(str(n), str(n)) for n in range(2, len(told) + 2)]
+    assert all(int(one[2]) <= int(one[3]) for one in told)
+    left = [int(one[4]) for one in told]
+    assert left == sorted(left, reverse=True)
+    first, *others = [line for line in done.err.splitlines() if line.startswith("  ")]
+    assert ("s of them to start" in first, others) == (True, [])
+
+
 def test_only_runs_no_bench_that_it_leaves_out_and_takes_brackets_as_they_stand(gate, commit, tmp_path):
     names = ["test_a[1000]", "test_a[1]", "test_a[x, y]"]
     written = json.dumps(dict.fromkeys(names, 1.0))
@@ -198,7 +217,7 @@ def test_only_runs_no_bench_that_it_leaves_out_and_takes_brackets_as_they_stand(
         done = gate("HEAD", text, "--only", only, "--budget", "0.1s")
         assert done.code == 3, done
         assert {one["name"] for one in answer(tmp_path)["trials"]} == {f"suite: {name}" for name in among}
-    done = gate("HEAD", text, "--only", "suits")
+    done = gate("HEAD", f'setup = ["false"]\n{text}', "--only", "suits")  # before the setup, which would fail
     assert done.err.endswith("suits' matches nothing that te-bench.toml measures; its benches: other, figures, suite\n")
 
 

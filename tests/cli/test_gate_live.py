@@ -65,8 +65,8 @@ def test_4_a_trial_that_is_gone_is_missing_and_one_that_came_is_new(gate, reposi
     repository.commit({"a": FAST, "came": FAST})
     done = gate(base)
     assert done.code == 4, done
-    assert "gone/flash/fp32/eager: in the baseline, not in the candidate" in done.out
-    assert "came/flash/fp32/eager: new in the candidate: ok" in done.out
+    assert "PyTorch eager fp32, gone: in the baseline, not in the candidate" in done.out
+    assert "PyTorch eager fp32, came: new in the candidate: ok" in done.out
 
 
 def test_4_trials_that_die_or_reply_what_no_record_can_hold(gate, repository, tmp_path):

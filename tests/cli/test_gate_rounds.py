@@ -134,7 +134,7 @@ def test_every_pair_counts_when_time_ends_and_it_is_said_how_much_time_would_dec
 def test_where_no_budget_decides_it_is_said(gate, repository, monkeypatch):
     judge_as(monkeypatch, {"a": 1.02}, noise=0.2)
     done = gate(repository.commit({"a": FAST}), margin="2%")
-    said = "Note: no --budget decides train_step/a/flash/fp32/eager, because a gate makes at most 5 pairs"
+    said = "Note: no --budget decides PyTorch eager fp32, because a gate makes at most 5 pairs"
     assert (done.code, said in " ".join(done.out.split())) == (3, True)
 
 
@@ -152,10 +152,9 @@ def test_a_trial_that_may_be_slower_goes_before_the_others(gate, repository, tmp
     judge_as(monkeypatch, {"a": 1.0, "b": 1.3}, noise=0.2)
     done = gate(repository.commit({"a": FAST, "b": FAST}), margin="2%")
     assert cells == [["a", "b"]] * 3 + [["b"]] * 5 + [["a"]] * 5
-    took = r"  \d+\.\d s, \d+\.\d s of them to start\n"
-    name = "train_step/{}/flash/fp32/eager\n"
-    slower, other = (f"round {n}: 1 trial{of}: " for n, of in ((8, " that may be slower"), (9, "")))
-    assert re.search(slower + name.format("b") + took + other + name.format("a"), done.err)
+    left, name = r"of at most 8, at most about \d+ s left: 1 trial", ": PyTorch eager fp32, "
+    slower = f"round 8, pair 8 {left} that may be slower{name}b\n"
+    assert re.search(f"{slower}round 9, pair 4 {left}{name}a\n", done.err), done.err
     said = "Note: there were 13 rounds, but fewer pairs of some trials: a trial that may be slower is measured first"
     assert said in " ".join(done.out.split())
     trials = json.loads((tmp_path / "out" / "gate.json").read_text())["trials"]

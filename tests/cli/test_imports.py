@@ -50,6 +50,22 @@ def test_a_closed_output_is_no_fault() -> None:
     assert subprocess.run(["sh", "-c", command, sys.executable], check=False).returncode == 0
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", ["list recipes", "--help", "verdict --baseline 0 --candidate 1 --margin 1e-2"])
+def test_a_pipe_whose_reader_has_gone_ends_like_sigpipe(words: str, unbuffered: str, tmp_path: Path) -> None:
+    for side in "01":
+        (tmp_path / side).write_text(f"3.280{side}\n3.281{side}\n3.279{side}\n3.282{side}\n")
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "te_bench.cli", *words.split()]
+    done = subprocess.run(
+        command, stdout=writes, stderr=subprocess.PIPE, cwd=tmp_path, check=False, text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+    )  # fmt: skip
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_a_process_that_a_test_starts_finds_te_bench_where_it_is_not_installed(tmp_path: Path) -> None:
     command = [sys.executable, "-S", "-c", "import te_bench; print(te_bench.__file__)"]  # -S: nothing is installed
     found = subprocess.check_output(command, cwd=tmp_path, text=True)

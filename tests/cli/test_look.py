@@ -43,8 +43,8 @@ def test_a_plan_says_which_steps_over_ranks_no_machine_can_divide(command: Comma
         else:
             assert "unsupported" not in trial
     done = command(*asked).out
-    for line in done.splitlines()[: len(planned)]:
-        _, name, *more = line.split()
+    for line in done.splitlines()[-len(planned) :]:
+        name, *more = line.rpartition("  ")[2].split()
         assert more == (["(unsupported)"] if name in refused else [])
     said = " ".join(done.split())
     fused = sum("blocks" in trial["problem"] for trial in planned)
@@ -88,9 +88,10 @@ def test_plan_gives_the_trials_that_run_would_do(command: Command) -> None:
     assert shown["baseline"] in {t.cell for t in trials}
     text = command("plan", "quick", "--device", "cpu", "--cache", "cache").out.splitlines()
     many = len(trials)
-    assert [line.split()[0] for line in text[:many]] == [t.id for t in trials]
-    assert text[many] == f"{many} trials: Quick look: tiny GPT, 2 x 64 tokens"
-    assert text[many + 1].startswith("time: not known, because none of these trials has run")
+    assert text[0] == f"{many} trials: Quick look: tiny GPT, 2 x 64 tokens"  # the answer first
+    assert text[1].startswith("time: not known, because none of these trials has run")
+    assert [line.rpartition("  ")[2] for line in text[-many:]] == [t.name for t in trials]  # as --only takes them
+    assert text[-many].startswith("train step: PyTorch eager fp32, written-out attention  ")
 
 
 def test_doctor_says_what_can_run_and_why_not(command: Command) -> None:

@@ -112,6 +112,7 @@ def test_the_parser_s_own_errors_exit_2_too(command: Command) -> None:
     for said, message in (
         ("rnu", "No such command 'rnu'"),
         ("run", "Missing argument"),
+        ("advise", "Invalid value for '--model': give tiny for a try, a config.json, or package.module:factory"),
         ("run quick --seeds many", "Invalid value for '--seeds'"),
         ("run quick --sede 1", "No such option"),
     ):
@@ -251,6 +252,11 @@ def test_a_verb_takes_every_option_of_a_run_as_it_is_declared(command: Command, 
         assert option.help.partition(" ")[0] in said
 
 
+@pytest.mark.parametrize("verb", ["merge", "report", "history", "embed", "verdict"])
+def test_several_folders_are_one_word_in_the_usage(command: Command, verb: str) -> None:
+    assert re.search(r" [{[][A-Z]+[]}]\.\.\.$", command(verb, "--help").out.splitlines()[0])
+
+
 def test_an_option_that_is_said_reaches_the_plan(command: Command) -> None:
     said = ["--device", "cpu", "--seeds", 2, "--model", "tiny", "--batch", 3, "--only", "*/flash/bf16/*"]
     done = command("plan", "speed", *said)
@@ -291,7 +297,8 @@ def test_a_plan_says_how_long_its_trials_took_before(command: Command, tmp_path:
 def test_a_plan_says_by_what_a_gpu_s_time_is_estimated_and_calls_a_guess_one(
     command: Command, suite: str, how: str
 ) -> None:
-    [told] = re.findall(r"time: about \d+ min, (.*)", " ".join(command("plan", suite, "--device", "cuda").out.split()))
+    said = " ".join(command("plan", suite, "--device", "cuda").out.split())
+    [told] = re.findall(r"time: about \d+ min, (.*?) [0-9a-f]{16} ", said)  # the trials stand below
     assert told == f"one at a time, estimated for an H200, {how}"
 
 

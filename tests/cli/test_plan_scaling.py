@@ -20,6 +20,9 @@ def test_a_row_for_each_number_of_gpus(command: Command) -> None:
     assert lines[0] == "llama3-8b, 1 x 8192 tokens, bf16, fsdp2, H200 SXM, 400Gb/s a GPU"
     assert [line.split()[0] for line in lines[2:11]] == ["1", "8", "16", "32", "64", "128", "256", "512", "1,024"]
     assert lines[11].startswith("One GPU: 771.2 ms a step of llama3-8b")
+    said = " ".join(done.out.split())
+    assert "TFLOP/s; predicted are float32 weights and states, whose update takes 43.2 ms more." in said
+    assert float(lines[2].split()[1]) == pytest.approx(771.2 + 43.2, abs=0.11)
     assert "median error" in done.out
     assert max(map(len, lines)) <= 103
 

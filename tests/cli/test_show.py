@@ -11,9 +11,10 @@ import journals
 import pytest
 from in_process import Command
 
-from te_bench.reports.group_result import load_report
+from te_bench.reports.group_result import ReportResult, load_report
 from te_bench.reports.page.answers import EIGHTHS, QUESTIONS, answer
 
+RESULTS = Path(__file__).parents[2] / "results" / "h200"
 BLOCKS = set(EIGHTHS) - {" "}
 
 
@@ -28,6 +29,12 @@ def ladder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return journals.write(tmp_path_factory.mktemp("show") / "ladder", records, baseline=journals.baseline_cell())
 
 
+@pytest.fixture(scope="module")
+def broken() -> ReportResult:
+    """A published study whose table is longer than a terminal; a recipe that was broken on purpose diverged."""
+    return load_report([RESULTS / "convergence-gpt2"])
+
+
 @pytest.mark.parametrize("question", [None, *QUESTIONS])
 @pytest.mark.parametrize("ascii_only", [False, True])
 def test_every_answer_fits_a_terminal(run: Path, question: str | None, ascii_only: bool) -> None:
@@ -35,6 +42,17 @@ def test_every_answer_fits_a_terminal(run: Path, question: str | None, ascii_onl
     assert 0 < len(lines) <= 24
     assert max(map(len, lines)) <= 80
     assert not ascii_only or all(line.isascii() for line in lines)
+
+
+@pytest.mark.parametrize("run", ["RUN", "results/h200/convergence-gpt2", "runs/" + 60 * "x"])
+def test_a_recipe_broken_on_purpose_is_never_shown_without_these_words(broken: ReportResult, run: str) -> None:
+    """A row is shown whole or not at all; what is left out is counted."""
+    for question, rest in ((None, f"te-bench show {run} verdict"), ("verdict", "te-bench report shows all")):
+        lines = answer(broken, question, run=run)
+        assert len(lines) <= 24
+        rows = re.split(r"\n(?! )", "\n".join(lines))
+        assert all("broken on purpose" in " ".join(row.split()) for row in rows if "DIVERGED" in row)
+        assert re.search(rf"\d more lines: {rest}\.", " ".join(lines))
 
 
 def test_bars_are_sorted_and_as_long_as_what_they_show(command: Command, ladder: Path) -> None:
@@ -51,6 +69,23 @@ def test_bars_are_sorted_and_as_long_as_what_they_show(command: Command, ladder:
     assert "baseline" in done.out
     assert "3.98× [" in done.out
     assert "\x1b" not in done.out
+
+
+def test_show_and_advice_tell_one_record_alike(command: Command) -> None:
+    """The same verdict, the same names; a time that is the baseline's over a paired speed-up says so."""
+    folder = RESULTS / "advise" / "llama-3.2-1b"
+    advice = (folder / "advice.md").read_text().replace("\\", "")
+    said = " ".join(command("show", folder).out.split())
+    judged = re.search(r"no study has judged this step\. (GPT-2 124M[^;]*)", advice)
+    assert judged is not None
+    assert judged[1] in said
+    assert "No study has judged this step" in said
+    assert "by its pair with the baseline: te-bench FP8, current scaling" in said
+    fastest = command("show", folder, "fastest").out
+    assert "of fewer runs than the baseline's, the baseline's ms over the speed-up" in " ".join(fastest.split())
+    for name in ("torchao FP8, current scaling", "torchao FP8, rowwise scaling"):
+        assert name in fastest
+        assert f"| {name}, torch.compile |" in advice
 
 
 def test_a_terminal_without_blocks_gets_ascii(ladder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +120,7 @@ def test_memory_of_batches_and_of_ranks_begins_with_a_sentence_too(command: Comm
     one = next(one for one in journals.ladder_records(1) if one.samples)
     alone = journals.write(tmp_path / "alone", [one])
     assert command("show", alone, "memory").out.startswith("One was measured: ")
-    ranks = Path(__file__).parents[2] / "results" / "h200" / "scaling-te"
+    ranks = RESULTS / "scaling-te"
     said, heading, least, *_ = command("show", ranks, "memory").out.splitlines()
     assert heading == "GiB at the peak of the fullest rank"
     assert least.startswith(said.removeprefix("The least: ").removesuffix("."))

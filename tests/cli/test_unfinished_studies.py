@@ -251,7 +251,7 @@ def test_a_recipe_that_is_lost_or_diverged_is_named(command: Command, tmp_path: 
     planned = [one.trial for one in every]
     run = write(tmp_path / "begun", done, planned=planned, suite="convergence", title="S", judgement=JUDGEMENT)
     assert command("verdict", run).out.startswith(
-        "DIVERGED: delayed scaling diverged. Unfinished: 4 trials to go. Go on:"
+        "DIVERGED: delayed scaling diverged. Unfinished: 4 trials to go.\nGo on: te-bench run"
     )
 
 
@@ -304,10 +304,10 @@ def test_published_verdicts_say_margin_pairs_power_and_cost(command: Command, re
     rows = [line for line in table.splitlines() if line.startswith("| char")]
     both, cost = "| char, 400 steps | delayed scaling; rowwise scaling", "0.01 GPU hours"
     ends, alone = (
-        "#, 90 % \\[#, #\\] | # \\[#, #\\]",
+        "#, 90 % \\[#, #\\], 95 % \\[#, #\\] (±#) | # \\[#, #\\]",
         "| char, 400 steps | {} | EQUIVALENT | #3 | {} | 5 | 100 % | 25 runs, # GPU hours | h200/a |",
     )
-    assert [re.sub(r"[+-]0\.\d{4}|\d\.\d\d×?", "#", row) for row in rows] == [
+    assert [re.sub(r"[+-]?0\.\d{4}|\d\.\d\d×?", "#", row) for row in rows] == [
         *(alone.format(name, ends) for name in ("delayed scaling", "rowwise scaling")),
         f"{both} | not finished | #3 | — | — | — | — | 25 of 40 runs, # of about #6 GPU hours | h200/b |",
         f"{both} | EQUIVALENT (void) | #3 | — | — | 5 | 100 % | 25 runs, # GPU hours | h200/c |",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from convergence_runs import JUDGEMENT, TRUTH, arm_trial, study_records, write_study
 from in_process import Command, Done
-from journals import record, write
+from journals import record, step_record, trial, write
 
 from te_bench.reports.group_result import load_report
 from te_bench.reports.page.headlines import headlines
@@ -47,6 +47,17 @@ def test_exit_code_and_sentences_of_a_run_and_another_margin_is_exploration(comm
     assert max(map(len, done.out.splitlines())) <= 100
     other = command("verdict", run, "--margin", "0.03")
     assert "margin 0.03 was chosen after the plan, which says 0.003" in flat(other.out)
+
+
+@pytest.mark.parametrize("columns", [80, 100, 160])
+def test_a_verdict_fits_the_terminal_and_breaks_no_word(command, run, columns: int, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    done = command("verdict", run)
+    lines = done.out.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert max(len(line) for line in lines if "  " not in line.strip()) <= 100  # sentences stay readable
+    assert "Configuration" in done.out
+    assert ("delayed scaling, broken on purpose: frozen scale  " in done.out) == (columns == 160)
 
 
 @pytest.mark.parametrize("runs", [1, 2])
@@ -90,9 +101,10 @@ def test_an_unfinished_run_says_how_to_go_on_and_one_of_another_suite_is_told(co
     directory = write(tmp_path / "my run", begun, planned=planned, suite="convergence", judgement=JUDGEMENT)
     done = command("verdict", directory)
     assert done.code == 4
-    first = done.out.splitlines()[0]
-    assert first.startswith("Unfinished: 7 of 25 trials to go. Go on: te-bench run convergence --device cuda --seeds 5")
-    assert Path(re.findall(r"--out '(.*)'$", first)[0]).resolve() == directory
+    said, goes_on, *_ = done.out.splitlines()
+    assert said == "Unfinished: 7 of 25 trials to go."
+    assert goes_on.startswith("Go on: te-bench run convergence --device cuda --seeds 5")
+    assert Path(re.findall(r"--out '(.*)'$", goes_on)[0]).resolve() == directory
     assert "not finished" in done.out
     assert "(not run yet)" not in done.out
     assert "interrupted" in done.out
@@ -101,6 +113,9 @@ def test_an_unfinished_run_says_how_to_go_on_and_one_of_another_suite_is_told(co
     done = command("verdict", "a run")
     said = "no bf16 control and recipe to compare: te-bench run convergence --out 'a run'"
     assert (done.code, said in done.err) == (2, True), done.err
+    done = command("verdict", write(tmp_path / "demo", [step_record(trial(), 10.0)], suite="demo"))
+    said = "demo holds no convergence run: te-bench run convergence, then te-bench verdict runs/convergence\n"
+    assert (done.code, done.err.endswith(said)) == (2, True), done.err
 
 
 @pytest.mark.parametrize(
@@ -172,7 +187,7 @@ def test_a_margin_that_any_candidate_would_meet_is_refused(
     done = judged(a, b, margin=margin)
     assert (done.code, said is None or said in done.err) == (0 if said is None else 2, True), done.err
     if said is None:
-        assert done.out.startswith(f"EQUIVALENT: ends within {margin:g} nat of the control")
+        assert done.out.startswith(f"EQUIVALENT: ends within {margin:g} nat of the baseline")
 
 
 def test_what_certainty_costs_is_said_without_contradiction(judged) -> None:
@@ -192,10 +207,8 @@ def test_what_certainty_costs_is_said_without_contradiction(judged) -> None:
 def test_a_candidate_that_ends_below_by_more_than_the_margin_is_said_to(judged) -> None:
     losses = [["\n".join(f"{x + off + n * 1e-4:.4f}" for n, x in enumerate(BF16)) + "\n"] for off in (0.0, -0.02)]
     done = judged(losses[0][0], losses[1][0])
-    assert (
-        "NON_INFERIOR: ends less than 0.003 nat above the control, and it ends further below than the margin"
-        in done.out
-    )
+    said = "NON_INFERIOR: ends less than 0.003 nat above the baseline, and it ends further below than the margin"
+    assert flat(done.out).startswith(said)
     done = judged(losses[0][0], losses[1][0], margin=0.02)
     assert "and perhaps further than that below it" in done.out
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import run_logs as logs
-from in_process import Command
+from in_process import Command, Done
 
 WRITERS: dict[str, Callable[[Path, float], Path]] = {
     "nanogpt": lambda folder, end: logs.nanogpt(folder / "train.log", end),
@@ -37,9 +37,10 @@ def test_a_folder_a_side_ends_in_a_verdict(kind, two, command):
     bf16, fp8 = two(kind)
     done = command("verdict", "--baseline", bf16, "--candidate", fp8, "--margin", "0.003")
     assert done.code == 0, done.err
-    assert done.out.startswith("EQUIVALENT: ends within 0.003 nat of the control: gap +0.00")
+    assert done.out.startswith("EQUIVALENT: ends within 0.003 nat of the baseline: gap +0.00")
     said = " ".join(done.out.split())
     assert "Runs 4 pairs" in said
+    assert "Needed for 80 % power 3 pairs To show what the measured gap is 3 pairs Judged" in said
     assert "Judged: the last validation loss" in said
     assert "(0.035 %) above" in said
     assert "A verdict stands with 4 pairs. A study planned anew would take 3 to reach one in 80 % of cases." in said
@@ -52,9 +53,51 @@ def test_every_path_up_to_the_next_option_belongs_to_its_side(two, command):
     done = command("verdict", "--baseline", *sides[0], f"--candidate={sides[1][0]}", *sides[1][1:], "--margin", "0.003")
     assert done.code == 0, done.err
     assert "4 pairs" in done.out
-    done = command("verdict", "--baseline", *sides[0], "--candidate", *sides[1][:3], "--margin", "0.003", "--paired")
-    assert done.code == 2
-    assert "seed 3 is only in" in done.err
+
+
+@pytest.mark.parametrize("more", [[], ["--paired"]])
+def test_a_seed_without_a_partner_is_left_out_of_the_pairs_and_named(more, two, command, tmp_path):
+    _, fp8 = two("nanogpt")
+    (fp8 / "seed3" / "train.log").write_text("number of parameters: 10.65M\nCUDA out of memory\n")
+    page = tmp_path / "x.html"
+    done = command("verdict", "--baseline", "bf16", "--candidate", "fp8", "--margin", "0.003", "--html", page, *more)
+    assert done.code == 0, done.err
+    said = " ".join(done.out.split())
+    assert "Runs 3 pairs" in said
+    assert "fp8/seed3/train.log: no loss in it. A training that died before its first loss is missing here" in said
+    assert (
+        "Note: seed 3 of bf16 has no partner and is left out; --no-paired judges all runs. If a run of fp8 is missing "
+        "because it diverged, the verdict is DIVERGED." in said
+    )
+    assert "not paired" not in said
+    assert "3, left out" in page.read_text()
+    done = command("verdict", "--baseline", "fp8", "--candidate", "bf16", "--margin", "0.003", *more)
+    said = " ".join(done.out.split())
+    assert "Note: seed 3 of bf16 has no partner and is left out; --no-paired judges all runs. " in said
+    assert "is missing because it diverged" not in said
+
+
+def test_a_candidate_that_diverged_counts_without_a_partner_too(two, command):
+    bf16, fp8 = two("nanogpt")
+    (bf16 / "seed3" / "train.log").unlink()
+    log = fp8 / "seed3" / "train.log"
+    log.write_text(re.sub(r"(step 100: .*val loss ).*", r"\1nan", log.read_text()))
+    done = command("verdict", "--baseline", bf16, "--candidate", fp8, "--margin", "0.003")
+    assert (done.code, done.out.partition("\n")[0]) == (1, "DIVERGED: 1 of 4 runs, seed 3: the loss is nan at step 100")
+
+
+def test_few_seeds_in_both_are_paired_on_request_alone(two, command):
+    _, fp8 = two("nanogpt")
+    for seed in (1, 2, 3):
+        (fp8 / f"seed{seed}").rename(fp8 / f"seed{seed + 10}")
+    done = command("verdict", "--baseline", "bf16", "--candidate", "fp8", "--margin", "0.02")
+    said = " ".join(done.out.split())
+    assert "the runs are not paired, because few seeds are in both: --paired pairs seed 0 alone." in said
+    (fp8 / "seed0").rename(fp8 / "seed10")
+    done = command("verdict", "--baseline", "bf16", "--candidate", "fp8", "--margin", "0.02")
+    said = " ".join(done.out.split())
+    none = "no name is in both: seeds 0, 1, 2, 3 of bf16 and seeds 10, 11, 12, 13 of fp8."
+    assert f"the runs are not paired, because {none}" in said
 
 
 def test_the_page_is_one_file_that_says_what_was_asked_and_what_came_out(two, command, tmp_path):
@@ -131,6 +174,58 @@ def test_the_page_and_the_metric_are_of_logs_alone(command: Command, tmp_path: P
     done = command("verdict", tmp_path, "--html", tmp_path / "x.html")
     assert done.code == 2
     assert "--metric, --html and --paired go with --baseline and --candidate" in done.err
+
+
+def of_both(path: Path, kind: str) -> Path:
+    """One CSV with four runs of both sides: W&B's panel, curves one below the other, or final losses."""
+    runs = {
+        f"{s}-seed{n}": logs.course(3 + n * 7e-4 + g * (s == "fp8"))
+        for n, g in enumerate(GAPS)
+        for s in ("bf16", "fp8")
+    }
+    if kind == "panel":
+        head = ",".join(f'"{run} - val/loss","{run} - val/loss__MIN"' for run in runs)
+        lines = [f"Step,{head}"]
+        lines += [f"{s},{','.join(f'{r[n]},{r[n]}' for r in runs.values())}" for n, s in enumerate(logs.STEPS)]
+    elif kind == "long":
+        lines = [
+            "step,val_loss,run",
+            *(f"{s},{r[n]},{run}" for run, r in runs.items() for n, s in enumerate(logs.STEPS)),
+        ]
+    else:
+        lines = ["run,val_loss", *(f"{run},{r[-1]}" for run, r in runs.items())]
+    return logs.written(path, "\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize("kind", ["panel", "long", "finals"])
+def test_one_table_of_both_sides_is_divided_by_the_names_of_its_runs(kind, command, tmp_path):
+    of_both(tmp_path / "both.csv", kind)
+
+    def asked(baseline: str, candidate: str) -> Done:
+        return command("verdict", "--baseline", baseline, "--candidate", candidate, "--margin", "0.003")
+
+    done = asked("both.csv:bf16-*", "both.csv:FP8*")
+    assert done.code == 0, done.err
+    assert "Runs 4 pairs" in " ".join(done.out.split())
+    how = (
+        "give each its own; of one table for both, its runs: --baseline 'both.csv:bf16-*' --candidate 'both.csv:fp8-*'"
+    )
+    same = asked("both.csv", "both.csv")
+    assert (same.code, how in same.err) == (2, True), same.err
+    shared = asked("both.csv:bf16-*", "both.csv:*")
+    said = "hold the same file, byte for byte (both.csv:bf16-* and both.csv:*)"
+    assert (shared.code, said in shared.err) == (2, True), shared.err
+    none = asked("both.csv:bf16-*", "both.csv:fp4-*")
+    said = (
+        "both.csv:fp4-* matches none: its runs are bf16-seed0, fp8-seed0, bf16-seed1, fp8-seed1, bf16-seed2 and 3 more"
+    )
+    assert (none.code, said in none.err) == (2, True), none.err
+
+
+def test_a_table_without_names_of_runs_has_none_to_choose(command, tmp_path):
+    logs.written(tmp_path / "both.csv", "val_loss\n3.1\n3.2\n")
+    done = command("verdict", "--baseline", "both.csv:bf16", "--candidate", "both.csv:fp8", "--margin", "0.003")
+    assert (done.code, "both.csv:bf16 matches none: it names no runs" in done.err) == (2, True), done.err
 
 
 def test_a_name_that_is_no_utf_8_is_shown_and_ends_nothing(two, command, tmp_path):

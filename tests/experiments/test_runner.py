@@ -39,7 +39,7 @@ FAULTS = {
     "missing-submodule": ("unsupported", r"numpy\.a_part_that_is_not_there, which the installed numpy lacks$"),
     "wrong-kernel": ("failed_check", r"^asked for manual, but flash ran"),
     "killed-once": ("interrupted", r"SIGKILL"),
-    "exit": ("crashed", r"^exit code 3 without a reply; see logs/"),
+    "exit": ("crashed", r"^exit code 3 without a reply$"),
     "nan-sample": ("crashed", r"^a result that JSON cannot hold"),
     "raises": ("crashed", r"^KeyError: .*; see logs/[0-9a-f]{16}\.log$"),
     "lock": ("ok", None),

@@ -81,8 +81,7 @@ def test_a_regression_is_said_with_its_factor_and_interval() -> None:
 
 
 def test_a_ratio_that_nothing_bounds_has_no_interval_and_it_is_said_why() -> None:
-    few = [1.0, 3.0]
-    one = gate(decision=decide({"a": ratios(0.12), "b": few}), findings=())
+    one = gate(decision=decide({"a": ratios(0.0), "b": [1.0, 3.0]}), findings=())
     family = one.judgements["geometric mean"]
     assert (family.low, family.high, output.to_json(one)["family"]["low"]) == (None, None, None)
     text = " ".join(" ".join(output.terminal(one)).split())
@@ -90,6 +89,16 @@ def test_a_ratio_that_nothing_bounds_has_no_interval_and_it_is_said_why() -> Non
     assert "0.000" not in text
     assert "2 rows have no interval: the pairs do not vary, or are too few to bound the ratio within" in text
     assert "no interval" not in " ".join(output.terminal(gate()))
+
+
+def test_beside_a_regression_an_undecided_mean_has_no_row() -> None:
+    """Which would be too few pairs, of the trials that had all rounds."""
+    one = gate(decision=decide({"a": ratios(0.12), "b": [1.0, 3.0]}), findings=())
+    assert (one.exit_code, one.judgements["geometric mean"].verdict) == (1, "INCONCLUSIVE")
+    for shown in (output.markdown(one), " ".join(" ".join(output.terminal(one)).split())):
+        assert "geometric mean" not in shown
+        assert "b has no interval: the pairs do not vary" in shown
+    assert output.to_json(one)["family"]["verdict"] == "INCONCLUSIVE"
 
 
 def test_beside_a_regression_nothing_is_said_to_be_undecided() -> None:

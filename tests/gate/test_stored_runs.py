@@ -11,9 +11,11 @@ from convergence_runs import TRUTH, study_records, write_study
 from journals import environment, max_batch_record, record, step_record, trial, write
 
 from te_bench.experiments.spec import Record
+from te_bench.gate import output
 from te_bench.gate.decision import GateVerdict
 from te_bench.gate.memory_and_checks import MIB, FindingKind
 from te_bench.gate.stored_runs import Gate, compare
+from te_bench.reports.analysis.rows import listed_names
 from te_bench.reports.exchange.pytest_stats import parse
 from te_bench.reports.page.text import GIB
 
@@ -54,6 +56,34 @@ def test_an_unchanged_program_passes_though_its_code_s_hash_differs(tmp_path: Pa
     assert (found.exit_code, one.verdict, one.pairs, found.findings) == (0, GateVerdict.PASS, 8, ())
     assert name == "train_step/gpt2-b12-t1024-V50304/flash/bf16/eager"
     assert one.ratio == pytest.approx(1, abs=0.003)
+
+
+def test_a_reader_is_told_plain_names_and_a_program_those_of_only(tmp_path: Path) -> None:
+    kinds = [("flash", 1.0), ("cudnn", 1.1)]
+    sides = (
+        [one for kind, slower in kinds for one in steps(side, kind, slower=slower ** (side != "baseline"))]
+        for side in ("baseline", "candidate")
+    )
+    found = gate(tmp_path, *sides)
+    id_, name = "train_step/gpt2-b12-t1024-V50304/cudnn/bf16/eager", "PyTorch eager bf16, cuDNN attention"
+    assert [one["name"] for one in output.to_json(found)["trials"]] == [id_.replace("cudnn", "flash"), id_]
+    assert f'name="{id_}"' in output.junit(found)
+    for shown in ("\n".join(output.terminal(found)), output.markdown(found)):
+        assert id_ not in shown
+        assert f"{name} is 1.1" in shown
+        assert re.search(rf"^(\| )?{name} ", shown, re.MULTILINE)
+
+
+def test_names_of_several_workloads_and_shapes_differ() -> None:
+    shapes = [{"length": length} for length in (128, 256)]
+    trials = [trial(), trial("max_batch"), *(trial("attention", **shape) for shape in shapes)]
+    named = listed_names({one.cell: one for one in trials})
+    assert [*named.values()] == [
+        "train step: PyTorch eager bf16",
+        "max batch: PyTorch eager bf16",
+        "attention: flash, B12 H12 T128 D64 causal",
+        "attention: flash, B12 H12 T256 D64 causal",
+    ]
 
 
 def test_too_few_pairs_of_a_users_commands_are_added_by_the_gate_that_times_them(tmp_path: Path) -> None:

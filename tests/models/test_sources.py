@@ -218,6 +218,13 @@ def test_a_model_that_ends_its_process_is_refused_and_steers_no_terminal(here: P
         sources.ask(known("ended:make"), tokens=8)
 
 
+def test_a_model_that_ends_its_process_in_its_forward_pass_is_told_so(here: Path) -> None:
+    model = "class M(torch.nn.Embedding):\n  def forward(self, x):\n    os._exit(3)\ndef make():\n  return M(4, 4)\n"
+    (here / "exits.py").write_text(f"import os\nimport torch\n{model}")
+    with pytest.raises(ValueError, match=r"^exits:make: its forward pass ended the process with exit code 3$"):
+        sources.ask(known("exits:make"), tokens=8)
+
+
 def test_a_hub_that_gives_nothing_is_told_of_in_one_sentence_alone(monkeypatch, caplog):
     hub = pytest.importorskip("huggingface_hub")
 

@@ -34,8 +34,7 @@ class Measured:
     @property
     def rate(self) -> Rate:
         """One rate for all FLOP of the step, in any precision. Raise ValueError for an impossible time."""
-        config = model(self.model, self.tokens)
-        left = self.seconds - self.update * cost.parameters(config, config.shape.vocab) / UPDATES
+        left = self.seconds - self._updating(self.update)
         if left <= 0:
             raise ValueError(
                 f"a step of {self.model} in {self.seconds * 1e3:.3g} ms is shorter than its optimizer's update: "
@@ -48,7 +47,15 @@ class Measured:
         step = (
             f"{self.seconds * 1e3:.4g} ms a step of {self.model}, {self.batch} x {self.tokens} tokens, {self.precision}"
         )
-        return f"{step}, {self.how}: {self.rate.bf16 / TERA:.0f} TFLOP/s"
+        said = f"{step}, {self.how}: {self.rate.bf16 / TERA:.0f} TFLOP/s"
+        if not (more := self._updating(UPDATE) - self._updating(self.update)):
+            return said
+        return f"{said}; predicted are float32 weights and states, whose update takes {1e3 * more:.1f} ms more"
+
+    def _updating(self, bytes_each: int) -> float:
+        """Return the seconds of AdamW's update with so many bytes read and written for each parameter."""
+        config = model(self.model, self.tokens)
+        return bytes_each * cost.parameters(config, config.shape.vocab) / UPDATES
 
 
 #: The default steps. The 8B steps: one H200, bf16 weights and AdamW states, torch 2.11, 2026-11-23.

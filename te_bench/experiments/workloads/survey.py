@@ -10,6 +10,7 @@ optimizer, where the model says which it makes; blocks, the number of transforme
 
 import contextlib
 import functools
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_bench.experiments import trial_model
-from te_bench.experiments.measurement import Context, Measurement
+from te_bench.experiments.measurement import Context, Diverged, Measurement
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import train_step
 from te_bench.models import conversion
@@ -44,7 +45,11 @@ def run(trial: Trial, context: Context) -> Measurement:
     batch = train_step.random_batches(trial)[0]
     model = trial_model.model_of(trial)
     converted = functools.partial(_converted, model) if isinstance(model, Adopted) else None
-    return Measurement(work=look(model, *batch, trial.precision, converted=converted))
+    found = look(model, *batch, trial.precision, converted=converted)
+    if not math.isfinite(loss := found["loss"]):
+        shown = str(loss).replace("nan", "NaN")
+        raise Diverged(f"the loss of the first batch is {shown} ({trial.precision} autocast); no step was timed")
+    return Measurement(work=found)
 
 
 def _converted(model: Adopted) -> set[str]:

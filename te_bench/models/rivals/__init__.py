@@ -89,14 +89,6 @@ _family = plugins.Family(__name__, "RIVAL", Rival)
 names, load = _family.names, _family.load
 
 
-def called(name: str) -> str:
-    """Return a rival's title and variant, such as "Liger" or "torchao tensorwise"; any other name unchanged."""
-    if name not in names():
-        return name
-    title = load(name).title
-    return title + name.removeprefix(title.lower().replace(" ", "_")).replace("_", " ")
-
-
 def adopting() -> list[str]:
     """Return the names of rivals that can train a user's model."""
     return [name for name in names() if load(name).adoption is not None]

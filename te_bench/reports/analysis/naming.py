@@ -10,6 +10,8 @@ from te_bench.models import rivals
 
 TE_BENCH, EAGER, COMPILED = "te-bench", "PyTorch eager", "torch.compile"
 FOREIGN = "pytest_benchmark"  # the workload of a benchmark that pytest-benchmark timed
+COMMAND = "command"  # the workload of a command that a gate timed
+NAMED = (FOREIGN, COMMAND)  # workloads whose trials the user names
 PER_BLOCK = "per block"  # each transformer block by itself
 COMPILED_BLOCKS = f"{COMPILED} {PER_BLOCK}"
 WHOLE = "float32 weights and states"  # those of the control, when fewer bits are judged
@@ -67,10 +69,10 @@ def count_trials(number: int) -> str:
     return f"{number} trial{'' if number == 1 else 's'}"
 
 
-def first_of(names: Sequence[str], most: int) -> str:
+def first_of(names: Sequence[str], most: int, comma: str = ", ") -> str:
     """Return at most `most` of the names, and how many more there are: a, b and 3 more."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{more}"
+    return f"{comma.join(names[:most])}{more}"
 
 
 def plain_names(trials: Mapping[str, Trial]) -> dict[str, str]:
@@ -94,9 +96,7 @@ def plain_names(trials: Mapping[str, Trial]) -> dict[str, str]:
     several = Counter((name, _shape_of(trials[key])) for key, name in names.items())
     again = {key for key, name in names.items() if several[name, _shape_of(trials[key])] > 1}
     told = {key: f"{name} ({trials[key].cell[:6]})" if key in again else name for key, name in names.items()}
-    return told | {
-        key: printable(str(one.problem["variant"])) for key, one in trials.items() if one.workload == FOREIGN
-    }
+    return told | {key: printable(str(one.problem["variant"])) for key, one in trials.items() if one.workload in NAMED}
 
 
 def whose(trial: Trial) -> str:
@@ -123,11 +123,19 @@ def rival_of(trial: Trial) -> str | None:
     return name or None  # a journal may have rivals that this te-bench does not know
 
 
-def precision_name(trial: Trial) -> str:
+def rival_name(name: str) -> str:
+    """Return a rival's title with its recipe: Liger; torchao FP8, current scaling; any other name unchanged."""
+    if name not in rivals.names():
+        return name
+    rival = rivals.load(name)
+    return f"{rival.title} {precision_name(rival)}, {recipe_name(rival.recipe)}" if rival.recipe else rival.title
+
+
+def precision_name(of: Trial | rivals.Rival) -> str:
     """Return the precision in words: bf16, FP8, MXFP8, NVFP4."""
-    if trial.precision != "fp8":
-        return trial.precision
-    return _BLOCK_FORMATS.get(str(trial.recipe).partition("_")[0], "FP8")
+    if of.precision != "fp8":
+        return of.precision
+    return _BLOCK_FORMATS.get(str(of.recipe).partition("_")[0], "FP8")
 
 
 def kernel_name(attention: str) -> str:

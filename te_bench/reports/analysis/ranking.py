@@ -76,6 +76,11 @@ class StepRanking:
     alone: tuple[MeasuredStep, ...] = ()
     reason: str = ""  # why the fastest are not distinguished
 
+    @property
+    def by_pairs(self) -> bool:
+        """Whether a step lacks runs of the baseline's, so that its time is the baseline's over the paired speed-up."""
+        return len({step.speedup.n for step in self.steps if step.speedup and not step.is_baseline}) > 1
+
     def word(self, step: MeasuredStep) -> str | None:
         """Return the word for a step's place; None if it was not ranked."""
         if step in self.fastest:

@@ -1,6 +1,7 @@
 """Turn journals into rows (planned trials), configurations (their repetitions) and groups (one suite in one environment)."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any, TypeVar
 
 from te_bench.experiments.spec import OUTCOMES, Record, Trial
 from te_bench.experiments.store import Journal, Plan, load, understood
-from te_bench.reports.analysis.naming import SHAPED, plain_names, specification
+from te_bench.reports.analysis.naming import NAMED, SHAPED, plain_names, specification
 from te_bench.reports.analysis.naming import printable as printable
 
 Item = TypeVar("Item")
@@ -323,6 +324,17 @@ def names(trials: Mapping[str, Trial]) -> dict[str, str]:
         course = [trial.problem.get(name) for name in together]
         comparable.setdefault((trial.workload, *course), {})[key] = trial
     return {key: name for alike in comparable.values() for key, name in plain_names(alike).items()}
+
+
+def listed_names(trials: Mapping[str, Trial]) -> dict[str, str]:
+    """Return {key: name} for a list of trials of any workload and shape: the plain name with these; all names differ."""
+    several, told = len({trial.workload for trial in trials.values()}) > 1, dict[str, str]()
+    for key, name in names(trials).items():
+        trial = trials[key]
+        work = f"{trial.workload.replace('_', ' ')}: " if several and trial.workload not in NAMED else ""
+        told[key] = f"{work}{', '.join(filter(None, [name, shape_of(trial)]))}"
+    shared = {name for name, number in Counter(told.values()).items() if number > 1}
+    return {key: f"{told[key]} ({trials[key].cell[:6]})" if told[key] in shared else told[key] for key in trials}
 
 
 def unique(name: str, taken: Collection[object]) -> str:

@@ -8,9 +8,9 @@ from pathlib import Path
 from te_bench.experiments import run_options
 from te_bench.experiments.spec import Experiment, Options
 from te_bench.reports.convergence import planning
-from te_bench.reports.convergence.design import MOST_ROUNDS, design_of, trial_seconds
+from te_bench.reports.convergence.design import MOST_ROUNDS, Design, design_of, listed, trial_seconds
 from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine, first_judgement
-from te_bench.reports.convergence.forecast import fewest_seeds, forecast
+from te_bench.reports.convergence.forecast import Forecast, fewest_seeds, forecast
 from te_bench.reports.convergence.skewed import FEWEST
 
 
@@ -18,8 +18,14 @@ class BudgetError(ValueError):
     """--budget gives no number of seeds: it is too small for a verdict, or the time of a seed is unknown."""
 
 
-def seeds_of_budget(one: Experiment, asked: Options, earlier: EarlierRuns, out: Path) -> int:
-    """Return how many seeds, or rounds of a pool, fit into --budget; those of the plan if a run has begun.
+class TooSmallError(BudgetError):
+    """--budget is too small for a verdict."""
+
+
+def seeds_of_budget(one: Experiment, asked: Options, earlier: EarlierRuns, out: Path) -> tuple[int, str | None]:
+    """Return how many seeds, or rounds of a pool, --budget takes, and a sentence on what the rest of it would buy or None.
+
+    It takes as many as hardly gain from more, at most what fits; and those of the plan if a run has begun.
 
     Raises BudgetError if the budget is too small for a verdict, or neither a record nor an estimate gives the time of a
     configuration, and ValueError if it is too small for --seeds.
@@ -27,29 +33,51 @@ def seeds_of_budget(one: Experiment, asked: Options, earlier: EarlierRuns, out: 
     machine = earlier.machine
     first = first_judgement(one, earlier.journal)
     if first and asked.seeds is None:
-        return int(str(first["seeds"]))
+        return int(str(first["seeds"])), None
     taken, _ = trial_seconds(one.trials, earlier)
     missing = [name for name, time in taken.items() if time is None]
     if missing:
         raise BudgetError(_ask_for_pilot(one, asked, machine, out, missing))
+    about: Design | Forecast
     if "pool" in one.judgement:
-        takes, unit, fewest, limit = design_of(one, earlier).takes, "rounds", FEWEST, MOST_ROUNDS
+        about, unit, fewest, limit = design_of(one, earlier), "rounds", FEWEST, MOST_ROUNDS
     else:
-        takes, unit, fewest, limit = forecast(one, earlier).takes, "seeds", fewest_seeds(one), run_options.MOST_SEEDS
+        about, unit, fewest, limit = forecast(one, earlier), "seeds", fewest_seeds(one), run_options.MOST_SEEDS
+    takes = about.takes
     assert takes is not None
     assert asked.budget_s is not None
     most = min(limit, takes.within(asked.budget_s * machine.slots))
     budget = planning.duration(asked.budget_s)
     if most < fewest:
-        least = planning.duration(takes.of(fewest) / machine.slots)
-        raise BudgetError(f"--budget {budget}: a verdict needs {fewest} {unit}, which take about {least}{machine.on}")
+        unknown = asked.as_pilot or (about.outlook if isinstance(about, Forecast) else about.spread) is None
+        needed = fewest if unknown else about.needed
+        if needed is None:
+            raise TooSmallError(
+                f"--budget {budget} holds no verdict, and by the planned spread no number of {unit} would"
+            )
+        what, least = "pilot" if asked.as_pilot else "verdict", planning.duration(takes.of(needed) / machine.slots)
+        raise TooSmallError(f"--budget {budget}: a {what} needs {needed} {unit}, which take about {least}{machine.on}")
     if asked.seeds is not None and asked.seeds > most:
-        needed = planning.duration(takes.of(asked.seeds) / machine.slots)
+        asked_s = planning.duration(takes.of(asked.seeds) / machine.slots)
         raise ValueError(
-            f"--seeds {asked.seeds} take about {needed}{machine.on}, and --budget is {budget}: give --seeds {most}, or a "
+            f"--seeds {asked.seeds} take about {asked_s}{machine.on}, and --budget is {budget}: give --seeds {most}, or a "
             "larger budget"
         )
-    return asked.seeds or most
+    seeds = asked.seeds or (most if asked.as_pilot else about.enough(most))
+    if asked.seeds or seeds == most:
+        return seeds, None
+    return seeds, (
+        f"{seeds} {unit} suffice for half the margin. --seeds {most}, which --budget {budget} holds, take "
+        f"{machine.hours(takes.of(most))} and have a power of {_power(about, most)} in place of {_power(about, seeds)}"
+    )
+
+
+def _power(about: Design | Forecast, seeds: int) -> str:
+    """Return the power at the plan's gaps."""
+    if isinstance(about, Forecast):
+        assert about.outlook is not None
+        return listed(about.option(seeds, about.outlook).power)
+    return listed(about.option(seeds).power)
 
 
 def _ask_for_pilot(one: Experiment, asked: Options, machine: Machine, out: Path, missing: Sequence[str]) -> str:

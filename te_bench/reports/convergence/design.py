@@ -15,14 +15,15 @@ import numpy as np
 from te_bench.experiments import estimate
 from te_bench.experiments.spec import Experiment, Scalar, Trial
 from te_bench.experiments.suites.convergence import BROKEN, PILOT
+from te_bench.reports.analysis.naming import judges_fewer_bits
 from te_bench.reports.convergence import planning, pooled, power
 from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine, family
 from te_bench.reports.convergence.skewed import FEWEST
 from te_bench.reports.convergence.study import Study
 
-#: True gaps to give the power for, as shares of the margin. FP8's recorded gaps are about 0.12 % of the loss: 0.0025 nat
-#: at 2.13, half of a margin of 0.005.
+#: True gaps to give the power for, as shares of the margin, beside the gap that was measured so far.
 GAPS = (0.0, 1 / 3, 1 / 2)
+ENOUGH = 0.97  # power at the largest of GAPS that more seeds or rounds hardly raise
 FEWEST_FREEDOM = 6  # of a spread; with fewer its 80 % bound is at least 1.4 times the estimate
 MOST_ROUNDS = 200
 _STEPS = (4, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 65, 80, 100)  # rounds of the table
@@ -35,6 +36,7 @@ class RunSpread:
     sd: float
     df: float
     assumed: str | None = None  # the source, if it is not the user's records
+    gap: float | None = None  # as planning.Spread's
 
     @property
     def at_most(self) -> float:
@@ -47,7 +49,14 @@ ASSUMED: tuple[tuple[Mapping[str, Scalar], RunSpread], ...] = (
     *(
         (
             {"model": model, "steps": 2035, "batch": 48, "accumulate": 1, "learning_rate": 3e-4, "warmup": 400},
-            RunSpread(sd=0.0143, df=3, assumed="four bf16 runs of results/h200/convergence-pilot"),
+            # Of four configurations, two of them bf16, each about its mean; runs of one seed are alike (0.97), so the
+            # degrees of freedom are those of the seeds.
+            RunSpread(
+                sd=0.0119,
+                df=11,
+                assumed="48 runs of twelve seeds in results/h200/convergence-gpt2",
+                gap=planning.GAPS[model],
+            ),
         )
         for model in ("gpt2", "llama-114m")
     ),
@@ -73,19 +82,55 @@ class Option:
     rounds: int
     runs: int
     seconds: float | None  # if one run follows another
-    power: tuple[float, ...] | None  # at GAPS, by the planned spread
+    power: tuple[float, ...] | None  # at the plan's gaps, by the planned spread
+    power_of_others: tuple[float, ...] | None = None  # of the hardest recipe after the one that is judged first
+
+    @property
+    def at_half(self) -> float:
+        """The power where the true gap is the largest of GAPS, half the margin."""
+        return self.power[len(GAPS) - 1] if self.power else 0.0
 
 
-def power_table(rows: Iterable[Option], machine: Machine, *, margin: float, planned: int, unit: str) -> list[str]:
-    """Return table lines: rounds or seeds, runs, hours of the device, and power at GAPS; * marks the plan."""
+def gaps_of(margin: float, measured: float | None) -> tuple[float, ...]:
+    """Return the true gaps to give the power for: GAPS of the margin, and the gap measured so far, if it is known."""
+    return (*(share * margin for share in GAPS), *(() if measured is None else (measured,)))
+
+
+def listed(power: Sequence[float] | None) -> str:
+    """Return the power at each gap in words: 99%, 93%, 74%."""
+    return ", ".join(f"{share:.0%}" for share in power or ())
+
+
+def measured(gap: float | None) -> str:
+    """Return words that follow "where the true gap is": which of the gaps is by what was measured."""
+    return "" if gap is None else f" (the last, {gap:.2g}, is by the gaps measured so far)"
+
+
+def warn_of_half(plan: Option, margin: float) -> list[str]:
+    """Return a warning, indented, if the plan would rather not show a gap of half the margin."""
+    if plan.power is None or plan.at_half >= 0.5:
+        return []
+    return [
+        f"  warning: where the true gap is half the margin, {margin / 2:.2g} nat, {plan.at_half:.0%} of such studies show it"
+    ]
+
+
+def power_table(
+    rows: Sequence[Option], machine: Machine, *, gaps: Sequence[float], planned: int, unit: str
+) -> list[str]:
+    """Return table lines: rounds or seeds, runs, hours of the device, and power at the gaps; * marks the plan.
+
+    Behind a bar stands the power of recipes that are judged after the first, if there are any.
+    """
     hours = "GPU h" if machine.device == "cuda" else "CPU h"
-    heads = [f"{share * margin:.4f}".rstrip("0").rstrip(".") for share in GAPS]
-    lines = [f"  {unit:>8} {'runs':>6} {hours:>7}  " + " ".join(f"{head:>7}" for head in heads)]
+    heads = " ".join(f"{f'{gap:.4f}'.rstrip('0').rstrip('.'):>7}" for gap in gaps)
+    after = f" | {heads}" if any(one.power_of_others for one in rows) else ""
+    lines = [f"  {unit:>8} {'runs':>6} {hours:>7}  {heads}{after}"]
     for one in rows:
         cost = "-" if one.seconds is None else f"{machine.device_s(one.seconds) / 3600:.3g}"
-        shown = " ".join(f"{p:>7.0%}" for p in one.power or ())
+        shown = (" ".join(f"{p:>7.0%}" for p in each) for each in (one.power, one.power_of_others) if each)
         mark = " *" if one.rounds == planned else ""
-        lines.append(f"  {one.rounds:>8} {one.runs:>6} {cost:>7}  {shown}{mark}")
+        lines.append(f"  {one.rounds:>8} {one.runs:>6} {cost:>7}  {' | '.join(shown)}{mark}")
     return lines
 
 
@@ -108,12 +153,19 @@ class Design:
     machine: Machine
     pilot: bool
     fixed: str | None = None  # a sentence: what was asked differs, and the first plan counts
+    rest: str | None = None  # a sentence: what the rest of a budget would buy
+    unseen_fault: str | None = None  # a sentence: no record shows the planted fault's gap
+    gap: float | None = None  # that was measured so far
+
+    @property
+    def gaps(self) -> tuple[float, ...]:
+        return gaps_of(self.margin, self.gap)
 
     def option(self, rounds: int) -> Option:
         runs = rounds * (self.recipes + self.ratio) + min(rounds, self.broken)
         shown = None
         if self.spread is not None:
-            shown = tuple(self.power(rounds, share * self.margin) for share in GAPS)
+            shown = tuple(self.power(rounds, gap) for gap in self.gaps)
         return Option(rounds=rounds, runs=runs, seconds=self.seconds(rounds), power=shown)
 
     def seconds(self, rounds: int) -> float | None:
@@ -138,19 +190,28 @@ class Design:
     def planned(self) -> Option:
         return self.option(self.rounds)
 
-    def needed(self, gap: float = 0.0) -> int | None:
-        """Return the rounds for a power of 80 %; None if MOST_ROUNDS have less."""
-        assert self.spread is not None
+    @property
+    def needed(self) -> int | None:
+        """The rounds for a power of 80 % at a true gap of 0; None if MOST_ROUNDS have less, or the spread is unknown."""
+        if self.spread is None:
+            return None
         return pooled.rounds_needed(
             self.spread.at_most,
             self.margin,
             ratio=self.ratio,
             share=power.POWER,
             recipes=self.family,
-            gap=gap,
             alpha=self.alpha,
             most=MOST_ROUNDS,
         )
+
+    def enough(self, most: int) -> int:
+        """Return the fewest rounds, up to `most`, with a power of ENOUGH at the largest of GAPS."""
+        if self.spread is None:
+            return most
+        half = GAPS[-1] * self.margin
+        found = power.fewest(lambda rounds: self.power(rounds, half) > ENOUGH, FEWEST, most)
+        return most if found is None else min(found, most)
 
     @property
     def refused(self) -> str | None:
@@ -167,7 +228,7 @@ class Design:
         shown = self.power(self.rounds, 0.0)
         if shown >= power.POWER - planning.ROUNDING:
             return None
-        needed = self.needed()
+        needed = self.needed
         ways = []
         if needed is not None:
             cost = self.seconds(needed)
@@ -205,6 +266,7 @@ class Design:
             "bf16_runs": self.ratio * self.rounds,
             "looks": pooled.looks(self.rounds) if self.rounds >= FEWEST else (),
             "spread": spread,
+            "gaps": self.gaps,
             "power": self.planned.power,
             "options": rows,
         }
@@ -217,7 +279,7 @@ class Design:
         for rounds in sorted({*_STEPS, self.rounds}):
             if rounds >= FEWEST:
                 found.append(one := self.option(rounds))
-                if one.power is not None and one.power[-1] > 0.97 and rounds >= self.rounds:
+                if one.at_half > ENOUGH and rounds >= self.rounds:
                     break
         return found
 
@@ -246,11 +308,14 @@ class Design:
             said += [
                 f"  spread of single runs: sd {self.spread.sd:.2g} nat, {of}; planned with its 80 % upper bound, "
                 f"{self.spread.at_most:.2g}",
-                f"  power to call a recipe EQUIVALENT within {self.margin:g} nat, where the true gap of all is:",
+                f"  power to call a recipe EQUIVALENT within {self.margin:g} nat, where the true gap of all is"
+                f"{measured(self.gap)}:",
             ]
-            said += power_table(self.options, self.machine, margin=self.margin, planned=self.rounds, unit="rounds")
+            said += power_table(self.options, self.machine, gaps=self.gaps, planned=self.rounds, unit="rounds")
+            said += [] if self.pilot else warn_of_half(self.planned, self.margin)
         said += [f"  --pilot gives no spread: {self.unused}"] if self.unused else []
-        said += [f"  {self.fixed}"] if self.fixed else []
+        fault = None if self.pilot else self.unseen_fault
+        said += [f"  {one}" for one in (fault, self.fixed, self.rest) if one]
         by = f" ({self.time_from})" if self.time_from else ""
         seconds = self.seconds(self.rounds)
         if seconds is None:
@@ -279,7 +344,7 @@ def run_spread(studies: Iterable[Study], control: Trial) -> RunSpread | None:
         freedom = sum(each.size - 1 for each in losses)
         squares = sum(float(each.var()) * each.size for each in losses)
         if freedom >= FEWEST_FREEDOM and squares > 0:
-            found.append(RunSpread(sd=math.sqrt(squares / freedom), df=freedom))
+            found.append(RunSpread(sd=math.sqrt(squares / freedom), df=freedom, gap=planning.gap_of(study)))
     return max(found, key=lambda spread: spread.df, default=None)
 
 
@@ -289,8 +354,9 @@ def design_of(experiment: Experiment, earlier: EarlierRuns) -> Design:
     trials = experiment.trials
     control = next((trial for trial in trials if trial.problem.get("arm") == "control"), trials[0])
     held = control.problem
-    assumed = next((known for of, known in ASSUMED if all(held.get(key) == of[key] for key in of)), None)
+    assumed = next((one for of, one in ASSUMED if all(held.get(key) == of[key] for key in of)), None)
     spread = run_spread(earlier.studies, control)
+    known = spread or assumed
     unused = None
     if spread is None and earlier.timings:
         unused = planning.unlike(earlier.studies, control) or earlier.other_chips
@@ -309,7 +375,7 @@ def design_of(experiment: Experiment, earlier: EarlierRuns) -> Design:
         family=max(1, len(family(experiment, earlier.journal))),
         margin=judged["margin"],
         alpha=judged["alpha"],
-        spread=spread or assumed,
+        spread=known,
         unused=unused,
         broken=broken,
         takes=None
@@ -319,6 +385,8 @@ def design_of(experiment: Experiment, earlier: EarlierRuns) -> Design:
         trial_s=trial_s,
         machine=earlier.machine,
         pilot=bool(experiment.judgement.get("pilot")),
+        unseen_fault=planning.unseen_fault(trials, earlier.studies),
+        gap=None if known is None or judges_fewer_bits(trials) else known.gap,
     )
 
 

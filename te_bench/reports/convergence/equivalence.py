@@ -35,11 +35,11 @@ class Verdict(StrEnum):
     INCONCLUSIVE = "INCONCLUSIVE"
 
 
-#: What a verdict says about the candidate's final loss, with `margin` to fill in.
+#: What a verdict says about the candidate's final loss, with `margin` and `control` to fill in.
 CLAIMS = {
-    Verdict.EQUIVALENT: "within {margin:g} nat of the control",
-    Verdict.NON_INFERIOR: "less than {margin:g} nat above the control",
-    Verdict.INFERIOR: "more than {margin:g} nat above the control",
+    Verdict.EQUIVALENT: "within {margin:g} nat of the {control}",
+    Verdict.NON_INFERIOR: "less than {margin:g} nat above the {control}",
+    Verdict.INFERIOR: "more than {margin:g} nat above the {control}",
     Verdict.INCONCLUSIVE: "not told from the margin {margin:g}",
 }
 
@@ -80,9 +80,10 @@ class LossComparison:
     t_interval: tuple[float, float] | None = None  # 1 - 2 alpha, Student's or Welch's: too narrow for skewed gaps
     claims: Claims = UNCLAIMED
     correlation: float | None = None  # between the losses of a pair
-    power: float | None = None  # to show equivalence with these n and sd at a true gap of 0
-    detectable: float | None = None  # the smallest margin with 80 % power, with these n and sd
-    seeds_needed: int | None = None  # for 80 % power with this sd at a true gap of 0
+    # At the hardest step of Holm's procedure, alpha / family, with these n and sd:
+    power: float | None = None  # to show equivalence at a true gap of 0
+    detectable: float | None = None  # the smallest margin with 80 % power
+    seeds_needed: int | None = None  # for 80 % power at a true gap of 0
     seeds_needed_at_gap: int | None = None  # to show that the measured gap is within the margin, or beyond it
     outliers: tuple[int, ...] = ()  # places of pairs with a gap far from the others'
     verdict: Verdict
@@ -110,13 +111,18 @@ def compare(
     margin: float,
     alpha: float = 0.05,
     paired: bool = True,
+    called: str = "control",
+    family: int = 1,
 ) -> LossComparison:
     """Return the comparison of n losses an arm: EQUIVALENT if the tests of gap < margin and gap > -margin reject (TOST).
 
     Paired: run i of both arms shares its seed (initial weights, data order), and the differences are tested. Unpaired:
     Welch's test with Satterthwaite's degrees of freedom. EQUIVALENT and NON_INFERIOR both need the test of gap < margin to
     reject, so a candidate that is worse by the margin or more gets either in at most alpha of cases, for gaps as
-    `skewed.ASSUMPTION` says.
+    `skewed.ASSUMPTION` says. `called`: what reasons call the control.
+
+    family: the candidates that Holm's procedure judges together. Power and what follows from it are at its hardest step, and
+    the claims by themselves at alpha.
 
     INCONCLUSIVE without a test: 2 runs; gaps that do not vary; an arm that counts one run several times. But if every pair
     ended on the same loss and the seeds differ, both computed the same: EQUIVALENT.
@@ -124,11 +130,11 @@ def compare(
     Needs at least two runs an arm, with finite losses, and equally many in both if paired. Raises ValueError for a loss
     above 1e60.
     """
-    arms = _arm(candidate, "candidate"), _arm(control, "control")
+    arms = _arm(candidate, "candidate"), _arm(control, called)
     gaps = arms[0] - arms[1] if paired else None
     gap = float(arms[0].mean() - arms[1].mean() if gaps is None else gaps.mean())
     sd = math.hypot(*(arm.std(ddof=1) for arm in arms)) if gaps is None else float(gaps.std(ddof=1))
-    untold, same = _why_untested(arms, gap, sd, paired)
+    untold, same = _why_untested(arms, gap, sd, paired, called)
     mean = None if untold else _welch(*arms) if gaps is None else mean_of(gaps)
     claims = claims_of(mean, margin) if mean else Claims(0.0, 0.0, 1.0) if same else UNCLAIMED
     interval = mean.interval(alpha) if mean else None
@@ -149,14 +155,14 @@ def compare(
         t_interval=(mean.value - student, mean.value + student) if mean else None,
         claims=claims,
         correlation=_correlation(*arms) if paired else None,
-        power=tost_power(margin, se=mean.se, df=mean.df, alpha=alpha) if mean else None,
-        detectable=detectable(se=mean.se, df=mean.df, alpha=alpha) if mean else None,
-        seeds_needed=seeds_needed(sd, margin, alpha=alpha, paired=paired) if mean else None,
+        power=tost_power(margin, se=mean.se, df=mean.df, alpha=alpha / family) if mean else None,
+        detectable=detectable(se=mean.se, df=mean.df, alpha=alpha / family) if mean else None,
+        seeds_needed=seeds_needed(sd, margin, alpha=alpha / family, paired=paired) if mean else None,
         seeds_needed_at_gap=at_gap,
         outliers=outliers(gaps) if mean and gaps is not None else (),
         verdict=verdict,
         df=mean.df if mean else 0.0,
-        reason=untold or _reason(verdict, gap, interval, margin, alpha, (at_gap, cautious)),
+        reason=untold or _reason(verdict, gap, interval, margin, alpha, (at_gap, cautious), called),
     )
 
 
@@ -189,10 +195,14 @@ def judge(
     broken = dict(diverged or {})
     names = list(dict.fromkeys([*arms, *broken]))
     check_test(margin, alpha)
-    known = {name: arms[name] for name in names if name not in broken}
-    compared = {name: compare(*pair, margin=margin, alpha=alpha, paired=paired) for name, pair in known.items()}
+    first = primary if primary in names else None
+    family = {name: 1 if name == first else len(names) - (first is not None) for name in names}
+    compared = {
+        name: compare(*arms[name], margin=margin, alpha=alpha, paired=paired, family=family[name])
+        for name in names
+        if name not in broken
+    }
     found = {name: compared[name].claims if name in compared else UNCLAIMED for name in names}
-    first = primary if primary in found else None
     own = adjusted = every = after_holm(found)
     if first is not None:
         gate = found[first]
@@ -202,7 +212,6 @@ def judge(
             name: Claims(max(c.equivalent, gate.equivalent), max(c.non_inferior, gate.non_inferior), c.inferior)
             for name, c in own.items()
         }
-    family = {name: 1 if name == first else len(names) - (first is not None) for name in names}
     return {
         name: CandidateVerdict(verdict=Verdict.DIVERGED, reason=broken[name], family=family[name])
         if name in broken
@@ -342,7 +351,9 @@ def _correlation(candidate: Array, control: Array) -> float | None:
     return float(np.corrcoef(candidate, control)[0, 1])
 
 
-def _why_untested(arms: tuple[Array, Array], gap: float, sd: float, paired: bool) -> tuple[str | None, bool]:
+def _why_untested(
+    arms: tuple[Array, Array], gap: float, sd: float, paired: bool, called: str
+) -> tuple[str | None, bool]:
     """Return why no test is possible, or None; and whether both arms ended on equal losses, over different seeds."""
     one = next((arm for arm in arms if np.ptp(arm) == 0), None)
     if one is not None:
@@ -350,7 +361,7 @@ def _why_untested(arms: tuple[Array, Array], gap: float, sd: float, paired: bool
             f"all {one.size} runs of a configuration ended on the very same loss, so nothing says how far seeds move it: "
             "check that they differ in their seeds"
         ), False
-    for arm, name in zip(arms, ("candidate", "control"), strict=True):
+    for arm, name in zip(arms, ("candidate", called), strict=True):
         if pair := copies(arm):
             return (
                 f"{name}: runs {pair[0] + 1} and {pair[1] + 1} ended on the very same loss, {arm[pair[0]]:.10g}: one run "
@@ -384,6 +395,7 @@ def _reason(
     margin: float,
     alpha: float,
     needed: tuple[int | None, int | None],
+    called: str = "control",
 ) -> str:
     """Return the reason for a verdict; needed: seeds by the measured spread, and by its upper bound."""
     assert interval is not None
@@ -395,7 +407,7 @@ def _reason(
             further = (
                 ", and it ends further below than the margin" if shown else ", and perhaps further than that below it"
             )
-        return f"ends {CLAIMS[verdict].format(margin=margin)}{further}: {measured}"
+        return f"ends {CLAIMS[verdict].format(margin=margin, control=called)}{further}: {measured}"
     claim = Verdict.EQUIVALENT if abs(gap) < margin else Verdict.INFERIOR if gap > 0 else Verdict.NON_INFERIOR
     more = f"no number of seeds would show it {claim} if that is its true gap"
     few, many = needed

@@ -11,13 +11,21 @@ from te_bench.experiments.store import Journal
 from te_bench.experiments.suites.convergence import TRUNKS, best_ratio
 from te_bench.models import cost
 from te_bench.models.configs import configs
-from te_bench.reports.analysis.naming import arm_name
+from te_bench.reports.analysis.naming import arm_name, judges_fewer_bits
 from te_bench.reports.analysis.rows import trial_of
 from te_bench.reports.convergence import planning
-from te_bench.reports.convergence.design import GAPS, Option, power_table, trial_seconds
+from te_bench.reports.convergence.design import (
+    ENOUGH,
+    Option,
+    gaps_of,
+    measured,
+    power_table,
+    trial_seconds,
+    warn_of_half,
+)
 from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine, family, first_plan
 from te_bench.reports.convergence.planning import Outlook, Prospect, Spread
-from te_bench.reports.convergence.power import power, two_figures
+from te_bench.reports.convergence.power import fewest, power, two_figures
 from te_bench.reports.convergence.study import scope_of
 
 _SEEDS = (3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 65, 80, 100)  # of the table
@@ -40,17 +48,25 @@ class Forecast:
     trial_s: Mapping[str, float | None]  # of each configuration, by Trial.cell
     machine: Machine
     fixed: str | None = None  # a sentence: what was asked differs, and the first plan counts
+    rest: str | None = None  # a sentence: what the rest of a budget would buy
+    unseen_fault: str | None = None  # a sentence: no record shows the planted fault's gap
     scope: str | None = None  # of branches: the part of training that they judge
     trunk_bytes: int | None = None  # of a branch's trunk on disk; None if unknown
     time_from: str | None = None  # a sentence about estimated seconds
     pilot: bool = False
     primary: str | None = None  # name of the recipe that is judged before the others
+    others: int = 0  # the number of recipes of the experiment that are judged after it
+    gap: float | None = None  # that was measured so far
+
+    @property
+    def gaps(self) -> tuple[float, ...]:
+        return gaps_of(self.margin, self.gap)
 
     def to_json(self) -> dict[str, Any]:
         conclusion = None
         if self.outlook is not None:
             options = [] if self.pilot else [dataclasses.asdict(one) for one in self._options(self.outlook)]
-            conclusion = {**dataclasses.asdict(self.outlook), "options": options}
+            conclusion = {**dataclasses.asdict(self.outlook), "gaps": self.gaps, "options": options}
         scope = {} if self.scope is None else {"judged": f"FP8 {self.scope}"}
         first = {} if self.primary is None else {"judged_first": self.primary}
         return {"conclusion": conclusion, "estimate": self.machine.estimate(self.seconds), **first, **scope}
@@ -68,7 +84,7 @@ class Forecast:
             return f"--seeds {self.seeds}: a pilot of pairs takes {few} seeds, {why}; give {few} or more"
         if outlook is None or self.pilot or not outlook.underpowered:
             return None
-        weakest, sd, whose = outlook.cautious, outlook.spread.gap_sd_at_most, "a true gap"
+        weakest, sd, whose = outlook.decisive, outlook.spread.gap_sd_at_most, "a true gap"
         if outlook.aa_is_weaker:
             weakest, sd, whose = outlook.aa, outlook.spread.aa_sd_at_most, "A/A's true gap"
         ways = [f"--seeds {weakest.seeds_needed}"] if weakest.seeds_needed else []
@@ -100,43 +116,45 @@ class Forecast:
             )
         else:
             spread = outlook.spread
-            alone, hardest, cautious, aa = (
-                _conclusion(one, outlook.seeds, self._fewest)
-                for one in (outlook.alone, outlook.hardest, outlook.cautious, outlook.aa)
+            alone, hardest, aa = (
+                _conclusion(one, outlook.seeds, self._fewest) for one in (outlook.alone, outlook.hardest, outlook.aa)
             )
-            said += [
+            said.append(
                 f"  spread of a pair's gap: sd {spread.gap_sd:.2g} nat, {_source(spread)}; planned with its 80 % "
-                f"upper bound, {spread.gap_sd_at_most:.2g}",
-                f"  {self.primary or 'one recipe on its own'} (alpha {outlook.alone.alpha:g}): {alone}",
-            ]
-            step = f"the hardest of {outlook.recipes} recipes (Holm, alpha {outlook.hardest.alpha:.3g})"
-            if self.primary:
-                said[-1] = f"  judged first, {said[-1].strip()}"
-                rest = f"the hardest of the other {outlook.recipes - 1} (Holm, alpha {outlook.hardest.alpha:.3g})"
-                step = f"{rest}, which pass only where it does"
-            said += [f"  {step}: {hardest}"] if outlook.recipes > 1 else []
+                f"upper bound, {spread.gap_sd_at_most:.2g}"
+            )
+            first = f"judged first, {self.primary}" if self.primary else "one recipe on its own"
+            said.append(f"  {first} (alpha {outlook.alone.alpha:g}): {alone}")
+            by = f"(Holm, alpha {outlook.hardest.alpha:.3g})"
+            others, too = f"the hardest of the other {outlook.recipes - 1}", ""
+            if self.others:
+                said.append(f"  {others} {by}, which pass only where it does: {hardest}")
+                too = f", and behind the bar {others} too"
+            elif not self.primary and outlook.recipes > 1:
+                said.append(f"  the hardest of {outlook.recipes} recipes {by}: {hardest}")
+            said += [f"  A/A, without which no verdict counts: {aa}"] if outlook.aa_is_weaker else []
             said += [
-                f"  {'the first' if self.primary else 'the same'} by the planned spread: {cautious}",
-                *([f"  A/A, without which no verdict counts, by that spread: {aa}"] if outlook.aa_is_weaker else []),
-                f"  chance that {'it' if self.primary else 'a recipe'} and A/A are called EQUIVALENT, by that spread, where "
-                "its true gap in nat is:",
+                f"  chance that {'it' if self.primary else 'a recipe'} and A/A are both called EQUIVALENT{too}, where the "
+                f"true gap in nat is{measured(self.gap)}:",
                 *self._table(outlook),
+                *warn_of_half(self.option(self.seeds, outlook), self.margin),
             ]
             said += [f"  {_pool_instead(outlook)}"] if spread.correlation and outlook.recipes else []
         said += [f"  --pilot gives no spread: {self.unused}"] if self.unused else []
-        said += [f"  {self.fixed}"] if self.fixed else []
+        fault = None if self.pilot else self.unseen_fault
+        said += [f"  {one}" for one in (fault, self.fixed, self.rest) if one]
         said.append(f"  time: {self._time()}")
         return said
 
     def _options(self, outlook: Outlook) -> list[Option]:
         """Return the cost and power of other numbers of seeds, by the planned spread, at Holm's hardest step."""
-        most = max(self.seeds, outlook.cautious.seeds_needed or 0, outlook.aa.seeds_needed or 0)
+        most = max(self.seeds, outlook.decisive.seeds_needed or 0, outlook.aa.seeds_needed or 0)
         options = [seeds for seeds in sorted({*_SEEDS, self.seeds}) if self._fewest <= seeds <= 2 * most]
         return [self.option(seeds, outlook) for seeds in options]
 
     def _table(self, outlook: Outlook) -> list[str]:
         rows = self._options(outlook)
-        return power_table(rows, self.machine, margin=self.margin, planned=self.seeds, unit="seeds")
+        return power_table(rows, self.machine, gaps=self.gaps, planned=self.seeds, unit="seeds")
 
     @property
     def _fewest(self) -> int:
@@ -147,7 +165,7 @@ class Forecast:
         """The fewest seeds with the power that a plan must have; None if no number has it, or the spread is unknown."""
         if self.outlook is None:
             return None
-        needed = [one.seeds_needed for one in (self.outlook.cautious, self.outlook.aa)]
+        needed = [one.seeds_needed for one in (self.outlook.decisive, self.outlook.aa)]
         return None if None in needed else max(self._fewest, *(seeds or 0 for seeds in needed))
 
     @property
@@ -158,27 +176,34 @@ class Forecast:
         seed_s, fault_s = (self.seconds - self.broken_s) / self.seeds, self.broken_s / min(self.seeds, self.faults)
         return planning.SeedSeconds(seed_s=seed_s, fault_s=fault_s, faults=self.faults)
 
+    def enough(self, most: int) -> int:
+        """Return the fewest seeds, up to `most`, with a power of ENOUGH at the largest of GAPS."""
+        outlook = self.outlook
+        if outlook is None:
+            return most
+        least = self._fewest if outlook.spread.assumed else max(self._fewest, planning.FEWEST_AFTER_PILOT)
+        found = fewest(lambda seeds: self.option(seeds, outlook).at_half > ENOUGH, least, most)
+        return most if found is None else min(found, most)
+
     def option(self, seeds: int, outlook: Outlook) -> Option:
         """Return the runs, cost and power of a number of seeds."""
         faults = min(seeds, self.faults) / min(self.seeds, self.faults)  # as a share of the plan's
         runs = round((self.runs - self.broken) / self.seeds * seeds + self.broken * faults)
         seconds = None if self.takes is None else self.takes.of(seeds)
-        sd, alpha = outlook.spread.gap_sd_at_most, outlook.cautious.alpha
         aa = power(seeds, outlook.spread.aa_sd_at_most, self.margin, alpha=outlook.aa.alpha)
         # For normal losses, b - a is independent of (a + b) / 2, so A/A's gap is independent of a recipe's. With one
         # bf16 run the two correlate, and the chance is a little larger.
-        shown = (aa * power(seeds, sd, self.margin, gap=share * self.margin, alpha=alpha) for share in GAPS)
-        return Option(rounds=seeds, runs=runs, seconds=seconds, power=tuple(shown))
+        shown = tuple(aa * each for each in self._tests(seeds, outlook, outlook.decisive.alpha))
+        others = None
+        if self.others:  # each passes only where the first recipe and A/A do
+            hardest = self._tests(seeds, outlook, outlook.hardest.alpha)
+            others = tuple(first * own for first, own in zip(shown, hardest, strict=True))
+        return Option(rounds=seeds, runs=runs, seconds=seconds, power=shown, power_of_others=others)
 
-    def power_of_others(self, seeds: int, outlook: Outlook) -> float | None:
-        """Return the power at a true gap of 0 for a recipe judged after the first, at Holm's hardest step; None without one.
-
-        It passes only where the first recipe and A/A do.
-        """
-        both = self.option(seeds, outlook).power
-        if not outlook.primary or outlook.recipes < 2 or both is None:
-            return None
-        return both[0] * power(seeds, outlook.spread.gap_sd_at_most, self.margin, alpha=outlook.hardest.alpha)
+    def _tests(self, seeds: int, outlook: Outlook, alpha: float) -> list[float]:
+        """Return the power of a recipe's own test at each gap."""
+        sd = outlook.spread.gap_sd_at_most
+        return [power(seeds, sd, self.margin, gap=gap, alpha=alpha) for gap in self.gaps]
 
     def _of_branches(self) -> list[str]:
         """Return lines on branches: what they are, what they prove, and what they leave on the disk."""
@@ -205,16 +230,16 @@ def forecast(experiment: Experiment, earlier: EarlierRuns) -> Forecast:
     seeds, spread = int(judgement["seeds"]), planning.spread(earlier.studies, control)
     outlook, primary = None, _primary(experiment, earlier.journal)
     if spread is not None:
-        by = {"margin": judgement["margin"], "alpha": judgement["alpha"]}
-        recipes, fewest = len(family(experiment, earlier.journal)), fewest_seeds(experiment)
-        outlook = planning.outlook(
-            seeds=seeds, **by, recipes=recipes, spread=spread, fewest=fewest, primary=primary is not None
-        )
+        by: dict[str, Any] = {"margin": judgement["margin"], "alpha": judgement["alpha"]}
+        by |= {"recipes": len(family(experiment, earlier.journal)), "fewest": fewest_seeds(experiment)}
+        outlook = planning.outlook(seeds=seeds, **by, spread=spread, primary=primary is not None)
     unused = planning.unlike(earlier.studies, control) if spread is None or spread.assumed else None
     taken, time_from = trial_seconds(experiment.trials, earlier)
     scope = scope_of(control)
     total = None if None in taken.values() else sum(time or 0.0 for time in taken.values())
-    broken = [trial for trial in experiment.trials if trial.problem.get("arm") == "broken"]
+    broken, recipes = (
+        [trial for trial in experiment.trials if trial.problem.get("arm") == arm] for arm in ("broken", "recipe")
+    )
     return Forecast(
         outlook=outlook,
         unused=(unused or earlier.other_chips) if earlier.timings else None,
@@ -232,6 +257,9 @@ def forecast(experiment: Experiment, earlier: EarlierRuns) -> Forecast:
         time_from=time_from,
         pilot=bool(experiment.judgement.get("pilot")),
         primary=primary,
+        others=0 if primary is None else len({trial.cell for trial in recipes} - {experiment.judgement.get("primary")}),
+        unseen_fault=planning.unseen_fault(experiment.trials, earlier.studies),
+        gap=None if spread is None or judges_fewer_bits(experiment.trials) else spread.gap,
     )
 
 
@@ -287,4 +315,4 @@ def _conclusion(prospect: Prospect, seeds: int, fewest: int) -> str:
         if prospect.detectable is None
         else f", or with {seeds} a margin of {two_figures(prospect.detectable, math.ceil)} nat"
     )
-    return f"power {power} at a true gap of 0; {needed}{least}"
+    return f"by its own test power {power} at a true gap of 0; {needed}{least}"

@@ -1,19 +1,22 @@
 """Compare two arms of a user's losses: pair them, check for divergence, and check that their gap had settled."""
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from te_bench.reports.analysis.naming import first_of
 from te_bench.reports.convergence.loss_csv import LAST, Curve, Losses, broken, why_short
+from te_bench.reports.convergence.skewed import FEWEST
 from te_bench.reports.convergence.stability import RISE, overfitting
-from te_bench.reports.logs.names import alike, is_loss
+from te_bench.reports.logs.names import alike, is_loss, precision
 
 Array = NDArray[np.float64]
 
 SURE = 2.0  # standard errors: a smaller move of a gap of training losses may be noise of single batches
+_OWN_RUNS = "of one table for both, its runs: --baseline 'both.csv:bf16-*' --candidate 'both.csv:fp8-*'"
+NAMED = 5  # seeds that a message names at most
 FEWEST_POINTS = 3  # the first is often the loss of the initial weights
 
 
@@ -29,19 +32,23 @@ class Matched:
 def match_runs(baseline: Losses, candidate: Losses, *, paired: bool | None) -> Matched:
     """Return the two arms' final losses, paired by seed, or by row if neither source names its seeds.
 
-    paired: None pairs if both sources name the same seeds. Raises ValueError for a file that is in both arms, an arm
-    with runs of both precisions, losses of different names, a diverged baseline, and runs that end at different steps,
-    which have not seen the same data; in pairs also for seeds of only one arm, repeated names, and unequal numbers of runs.
+    Seeds of only one arm are left out of pairs. paired: None pairs if most runs of the smaller arm have a partner, and
+    FEWEST of them. Raises ValueError for a file that is in both arms, an arm with runs of both precisions, losses of
+    different names, a diverged baseline, and runs that end at different steps, which have not seen the same data; in
+    pairs also for arms without a common seed, repeated names, and unequal numbers of runs without seeds.
     """
     arms = baseline, candidate
     for same in baseline.digests.keys() & candidate.digests.keys():
         both = " and ".join(dict.fromkeys(arm.digests[same] for arm in arms))
-        raise ValueError(f"baseline and candidate hold the same file, byte for byte ({both}): give each its own")
+        raise ValueError(
+            f"baseline and candidate hold the same file, byte for byte ({both}): give each its own; {_OWN_RUNS}"
+        )
     for arm in arms:
-        runs = {_precision(name): name for name in arm.final}
+        runs = {precision(name): name for name in arm.final}
         if {"low", "high"} <= runs.keys():
             raise ValueError(
-                f"{arm.source} holds runs of both sides, {runs['high']} and {runs['low']}: give each side its own"
+                f"{arm.source} holds runs of both sides, {runs['high']} and {runs['low']}: give each side its own; "
+                f"{_OWN_RUNS}"
             )
     if alike(baseline.metric, candidate.metric) is False:
         raise ValueError(
@@ -50,15 +57,17 @@ def match_runs(baseline: Losses, candidate: Losses, *, paired: bool | None) -> M
     if broke := broken(baseline):
         raise ValueError(
             f"{baseline.source}: the baseline itself diverged, {_named(baseline, broke)}. Nothing can be concluded from a "
-            "control that does not train: fix it, and run both again"
+            "baseline that does not train: fix it, and run both again"
         )
     ends = [arm.stops or {arm.curves[seed].step[-1] for seed in set(arm.curves) - set(broken(arm))} for arm in arms]
     if all(ends) and ends[0] != ends[1]:
         ended = " and ".join(f"at step {max(end):g} in {arm.source}" for end, arm in zip(ends, arms, strict=True))
         raise ValueError(f"the curves end {ended}: compare runs of one length{''.join(map(why_short, arms))}")
+    common = tuple(seed for seed in baseline.final if seed in candidate.final)
     if paired is None:
+        fewer, more = sorted(len(arm.final) for arm in arms)
         told = all(arm.seeded and not arm.repeated for arm in arms)
-        paired = told and set(baseline.final) == set(candidate.final)
+        paired = told and 2 * len(common) > fewer and len(common) >= min(FEWEST, more)
     if not paired:
         return Matched(seeds=(), baseline=tuple(baseline.final.values()), candidate=tuple(candidate.final.values()))
     for arm in arms:
@@ -72,21 +81,39 @@ def match_runs(baseline: Losses, candidate: Losses, *, paired: bool | None) -> M
         raise ValueError(
             f"{named.source} names its seeds and {rows.source} does not: name them in both, or compare unpaired"
         )
-    for one, other in (arms, arms[::-1]):
-        only = [seed for seed in one.final if seed not in other.final]
-        if only and not baseline.seeded:
-            raise ValueError(
-                f"{len(one.final)} losses in {one.source} and {len(other.final)} in {other.source} cannot be paired: give "
-                "both the same seeds, or compare unpaired"
-            )
-        if only:
-            seeds = f"seed {only[0]} is" if len(only) == 1 else f"seeds {', '.join(only)} are"
-            raise ValueError(
-                f"{seeds} only in {one.source}: pairs need every seed in both; run what is missing, leave it out of "
-                "both, or compare unpaired"
-            )
-    seed_by_seed = tuple(candidate.final[seed] for seed in baseline.final)
-    return Matched(seeds=tuple(baseline.final), baseline=tuple(baseline.final.values()), candidate=seed_by_seed)
+    if not baseline.seeded and len(baseline.final) != len(candidate.final):
+        raise ValueError(
+            f"{len(baseline.final)} losses in {baseline.source} and {len(candidate.final)} in {candidate.source} cannot be "
+            "paired: give both the same seeds, or compare unpaired"
+        )
+    if not common:
+        theirs = " and ".join(f"{_called(list(arm.final))} of {arm.source}" for arm in arms)
+        raise ValueError(
+            f"no run of one side has its seed in the other: {theirs}; name pairs alike, or compare unpaired"
+        )
+    one, other = (tuple(arm.final[seed] for seed in common) for arm in arms)
+    return Matched(seeds=common, baseline=one, candidate=other)
+
+
+def only_pairs(arm: Losses, matched: Matched) -> Losses:
+    """Return the arm with the curves of its pairs alone, or all of them where there are no pairs."""
+    if not matched.seeds:
+        return arm
+    return replace(arm, curves={seed: curve for seed, curve in arm.curves.items() if seed in matched.seeds})
+
+
+def note_left_out(baseline: Losses, candidate: Losses, matched: Matched) -> str | None:
+    """Return a note on runs without a partner, or None; a run that the candidate lacks may have diverged."""
+    lone = [[seed for seed in arm.final if seed not in matched.seeds] for arm in (baseline, candidate)]
+    if not matched.seeds or not any(lone):
+        return None
+    arms = zip(lone, (baseline, candidate), strict=True)
+    named = " and ".join(f"{_called(seeds)} of {arm.source}" for seeds, arm in arms if seeds)
+    verb = "has no partner and is" if sum(map(len, lone)) == 1 else "have no partner and are"
+    said = f"{named} {verb} left out; --no-paired judges all runs"
+    if not lone[0]:
+        return said
+    return f"{said}. If a run of {candidate.source} is missing because it diverged, the verdict is DIVERGED"
 
 
 def why_diverged(candidate: Losses) -> str | None:
@@ -161,11 +188,12 @@ def note_unpaired(baseline: Losses, candidate: Losses) -> str:
     """Return a note that says why runs are not paired, for users who did not ask for pairs."""
     if not (baseline.seeded and candidate.seeded):
         return "the runs are not paired, because their seeds have no names: --paired pairs them row by row"
-    for one, other in ((baseline, candidate), (candidate, baseline)):
-        if only := [seed for seed in one.final if seed not in other.final]:
-            what = "seed " if only[0].isdecimal() else ""
-            return f"the runs are not paired, because {what}{only[0]} of {one.source} is not in {other.source}"
-    return "the runs are not paired, because several have the same name"
+    if baseline.repeated or candidate.repeated:
+        return "the runs are not paired, because several have the same name"
+    if common := [seed for seed in baseline.final if seed in candidate.final]:
+        return f"the runs are not paired, because few seeds are in both: --paired pairs {_called(common)} alone"
+    names = " and ".join(f"{_called(list(arm.final))} of {arm.source}" for arm in (baseline, candidate))
+    return f"the runs are not paired, because no name is in both: {names}"
 
 
 def note_names(baseline: Losses, candidate: Losses) -> str | None:
@@ -198,17 +226,9 @@ def _late_steps(arm: Losses) -> set[float]:
 
 def note_order(baseline: Losses, candidate: Losses) -> str | None:
     """Return a note if the baseline's name says FP8 and the candidate's bf16, or None."""
-    if [_precision(arm.source) for arm in (baseline, candidate)] != ["low", "high"]:
+    if [precision(arm.source) for arm in (baseline, candidate)] != ["low", "high"]:
         return None
     return f"the baseline is {baseline.source} and the candidate {candidate.source}: is that the right way round?"
-
-
-def _precision(name: str) -> str | None:
-    """Return the precision in a name, low or high; None if it has none or both."""
-    low, high = (
-        re.search(words, name.lower()) is not None for words in (r"fp[48]|float[48]|e4m3", r"bf16|bfloat|fp16|fp32")
-    )
-    return None if low == high else "low" if low else "high"
 
 
 def note_falling(arm: Losses, margin: float) -> str | None:
@@ -246,6 +266,12 @@ def _moved(at: Array, values: Array) -> tuple[float, float]:
     rest = values - values.mean() - slope * off
     error = float(np.sqrt(rest @ rest / max(at.size - 2, 1) / (off @ off)))
     return slope * reach, error * reach
+
+
+def _called(seeds: Sequence[str]) -> str:
+    """Return seeds in words; runs whose names have no seed are called by them."""
+    what = "" if not all(map(str.isdecimal, seeds)) else "seed " if len(seeds) == 1 else "seeds "
+    return what + first_of(seeds, NAMED)
 
 
 def _named(arm: Losses, broke: Mapping[str, str]) -> str:

@@ -9,17 +9,20 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase as fnmatch
 from itertools import pairwise
 from pathlib import Path
 
+from te_bench.reports.analysis.naming import first_of
 from te_bench.reports.convergence.stability import sustained_rises
 from te_bench.reports.logs import TORN, LogFile
-from te_bench.reports.logs.names import VALIDATION, is_loss, is_trained, plain
+from te_bench.reports.logs.names import VALIDATION, is_loss, is_trained, plain, precision, without_side
 from te_bench.reports.logs.rows import STEP
 from te_bench.reports.logs.table import SEED, SPAN, TIMES, WANDB, Table, number, number_at, numeric, table_of
 
 LOSS = (*VALIDATION, "final_loss", "loss", "value")  # the first of these that a file has is its loss
 LAST = 0.1  # the last share of training: training losses are its mean, and a gap must not move in it
+NAMED = 5  # runs that a message names at most
 TELLING = 3  # equal losses that show a copied run; one or two rounded losses may be equal by chance
 WIDE = r"(?:s|seed)?[-_ ]?\d+"  # the header of a seed's column
 
@@ -53,7 +56,7 @@ class Losses:
     short: Mapping[str, str] = field(default_factory=dict)  # runs that may end before they did, and why
 
 
-def read(file: LogFile) -> Losses:
+def read(file: LogFile, runs: str | None = None) -> Losses:
     """Return one arm's losses from a file in one of these layouts; comments (#) and blank lines are skipped.
 
     Final losses: one column, with or without a header, and optionally a label (text) or a seed column. Curves: columns
@@ -61,13 +64,34 @@ def read(file: LogFile) -> Losses:
     "run - metric" for each run, without its __MIN and __MAX. Its "Step" counts log calls; a column "run -
     train/global_step" or similar has the run's steps. The final loss of a curve is its last, but a training loss is the
     mean over the last tenth of the steps, because the last is that of one batch. Losses may be NaN or infinite (`broken`
-    finds these runs); leave cells empty that were not logged.
+    finds these runs); leave cells empty that were not logged. `runs`: a pattern of the names of the arm's runs, in a file
+    that holds others, too.
 
     Raises ValueError, with file and line, for text instead of a number, a repeated step or seed, fewer than two seeds,
-    runs of unequal lengths, an ambiguous or missing column, and a file that is not text.
+    runs of unequal lengths, an ambiguous or missing column, a file that is not text, and a pattern that no run matches.
     """
-    found = table_of(file)
-    return replace(_losses(str(file.path), found), digests={digest(file): str(file.path)})
+    found, source = table_of(file), str(file.path)
+    if runs is None:
+        return replace(_losses(source, found), digests={digest(file): source})
+    chosen, names = _of_runs(found, runs)
+    source = f"{source}:{runs}"
+    return replace(_losses(source, chosen), digests={f"{digest(file)} {name}": source for name in names})
+
+
+def _of_runs(table: Table, runs: str) -> tuple[Table, list[str]]:
+    """Return a table of only the runs whose names match a pattern, and these names."""
+    seed, header = table.column(SEED), table.header or ()
+    of = {c: name.rpartition(WANDB)[0] for c, name in enumerate(header) if WANDB in name}
+    named = list(dict.fromkeys(of.values() if seed is None else (row[seed] for _, row in table.rows)))
+    chosen = [name for name in named if fnmatch(name.lower(), runs.lower())]
+    if not chosen:
+        has = f"its runs are {first_of(named, NAMED)}" if named else "it names no runs, as a column run does"
+        raise ValueError(f"{table.path}:{runs} matches none: {has}")
+    if seed is not None:
+        return replace(table, rows=tuple((n, row) for n, row in table.rows if row[seed] in chosen)), chosen
+    kept = [c for c in range(len(header)) if of.get(c, chosen[0]) in chosen]
+    rows = tuple((n, tuple(row[c] for c in kept)) for n, row in table.rows)
+    return replace(table, header=tuple(header[c] for c in kept), rows=rows), chosen
 
 
 def late_mean(curve: Curve) -> float:
@@ -167,6 +191,8 @@ def _finals(source: str, table: Table) -> Losses:
                 f"{table.path}, line {line}: seed {name} a second time; one final loss a seed, or add a column step"
             )
         final[name] = number_at(table, line, row[loss])
+    if seed is not None:
+        final = dict(zip(seeds_of(list(final)), final.values(), strict=True))
     kinds = list(dict.fromkeys(row[texts[0]] for _, row in table.rows)) if texts else []
     if 1 < len(kinds) < len(final):
         notes.append(f"{table.path} mixes {len(kinds)} labels ({', '.join(kinds[:3])}), taken as one configuration")
@@ -210,7 +236,8 @@ def _long(source: str, table: Table) -> Losses:
         run = points.setdefault(row[seed], [])
         if row[loss] or len(others) == 1:  # with other columns, a row without a loss logged something else
             run.append(_point(table, line, row[step], row[loss]))
-    curves = {name: _curve(table.path, name, found) for name, found in points.items()}
+    seeds = zip(seeds_of(list(points)), points.items(), strict=True)
+    curves = {name: _curve(table.path, run, found) for name, (run, found) in seeds}
     _two(source, len(curves))
     found = _whole_curves(source, table, curves, (_taken(table, loss),) if several else ())
     return _called(table.header[loss], found) if is_loss(table.header[loss]) else found
@@ -277,10 +304,16 @@ def _whole_curves(source: str, table: Table, curves: Mapping[str, Curve], notes:
 
 
 def seeds_of(runs: Sequence[str]) -> list[str]:
-    """Return the seed in each run's name ("fp8-seed3", "bf16_s3": 3), which pairs arms; else the names."""
+    """Return the seed in each run's name ("fp8-seed3", "bf16_s3": 3), which pairs arms; else the names without their side.
+
+    Runs of both precisions in one arm keep their names.
+    """
+    if {"low", "high"} <= set(map(precision, runs)):
+        return list(runs)
     hits = [re.search(r"(?<![a-z])s(?:eed)?[-_= ]?(\d+)(?!\d)", run.lower()) for run in runs]
     seeds = [str(int(hit.group(1))) for hit in hits if hit]
-    return seeds if len(set(seeds)) == len(runs) else list(runs)
+    apart = (seeds, list(map(without_side, runs)))
+    return next((names for names in apart if len(set(names)) == len(runs) and all(names)), list(runs))
 
 
 def _curve(path: Path, seed: str, points: Sequence[_Point]) -> Curve:

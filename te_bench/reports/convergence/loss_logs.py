@@ -24,6 +24,7 @@ from te_bench.reports.logs.rows import of_json
 
 LARGEST = 2**30  # bytes: a larger file beside logs is taken for a corpus
 NAMED = 5  # losses, files or runs that a message names at most
+SEARCHED = 2**20  # bytes in which a folder's file shows what prints it
 PRINTED = b"loss': "  # a Python dictionary, printed
 #: What may differ in the names of one run's logs, and what such logs are.
 PARTS = (
@@ -47,6 +48,7 @@ class _Found:
     place: Path
     files: tuple[LogFile, ...]
     format: LogFormat | None
+    runs: str | None = None  # a pattern of those that are this arm's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +141,7 @@ def _read_arm(paths: Sequence[Path | str], metric: str | None) -> _Arm:
     found = [one for path in named for one in _found(path, others)]
     tables = [one for one in found if one.format is None]
     if tables and len(found) > 1:
-        _table(tables[0].files[0])  # whose own fault comes first
+        _table(tables[0])  # whose own fault comes first
         how = "alone" if tables[0].place in named else "itself, not its folder"
         raise ValueError(
             f"{tables[0].place} holds several runs or final losses, so it is a whole side by itself: give the file {how}"
@@ -157,22 +159,21 @@ def _read_arm(paths: Sequence[Path | str], metric: str | None) -> _Arm:
     if tables and metric is not None:
         raise ValueError(f"--metric {metric}: {tables[0].place} is a CSV of several runs, whose columns name the loss")
     if tables:
-        return _Arm(source=source, logs=(), digests=digests, table=_table(tables[0].files[0]))
+        return _Arm(source=source, logs=(), digests=digests, table=_table(tables[0]))
     _of_one_run([str(one.place) for one in found])
     logs = tuple(_log(one, name) for one, name in zip(found, _names(found), strict=True))
     return _Arm(source=source, logs=logs, digests=digests, notes=_without_loss(found, others))
 
 
-def _table(file: LogFile) -> Losses:
+def _table(found: _Found) -> Losses:
+    file = found.files[0]
     try:
-        return loss_csv.read(file)
+        return loss_csv.read(file, found.runs)
     except ValueError as error:
         if file.path.suffix.lower() in (".csv", ".tsv"):
             raise
         if PRINTED in file.content:
-            raise ValueError(
-                f"{file.path} is what Hugging Face's Trainer prints, without steps: give its trainer_state.json"
-            ) from error
+            raise _printed(file) from error
         if _is_stepless(file):
             raise _no_step(file) from error
         raise ValueError(f"{file.path} is not a log that te-bench reads ({_known()}); as a CSV: {error}") from error
@@ -186,6 +187,10 @@ def _is_stepless(file: LogFile) -> bool:
     except ValueError:
         return False
     return isinstance(row, dict) and any(map(is_loss, row))
+
+
+def _printed(file: LogFile) -> ValueError:
+    return ValueError(f"{file.path} is what Hugging Face's Trainer prints, without steps: give its trainer_state.json")
 
 
 def _no_step(file: LogFile) -> ValueError:
@@ -216,7 +221,7 @@ def _without_loss(found: Sequence[_Found], others: Sequence[Path]) -> tuple[str,
 def _expanded(path: Path | str) -> list[Path]:
     """Return the paths that a pattern matches, or the path itself. Raises ValueError if nothing matches."""
     one = Path(path)
-    if one.exists() or not glob.has_magic(str(path)):
+    if one.exists() or _of_both(one) or not glob.has_magic(str(path)):
         return [one]
     matched = sorted(Path(found) for found in glob.glob(str(path), recursive=True))  # noqa: PTH207  # absolute ones, too
     if not matched:
@@ -224,8 +229,16 @@ def _expanded(path: Path | str) -> list[Path]:
     return matched
 
 
+def _of_both(path: Path) -> tuple[Path, str] | None:
+    """Return the file and the pattern of FILE:PATTERN, which names runs of a table that holds both arms; else None."""
+    name, _, runs = str(path).rpartition(":")
+    return (Path(name), runs) if runs and not path.exists() and Path(name).is_file() else None
+
+
 def _found(path: Path, others: list[Path]) -> list[_Found]:
     """Return the runs at a path; add a folder's files that are no logs to `others`."""
+    if (both := _of_both(path)) is not None:
+        return [_Found(place=path, files=(_file(both[0]),), format=None, runs=both[1])]
     if not path.is_dir():
         file = _file(path)
         return [_Found(place=path, files=(file,), format=_format_of(file))]
@@ -234,6 +247,8 @@ def _found(path: Path, others: list[Path]) -> list[_Found]:
     for file in map(_begun, others):
         if _is_stepless(file):
             raise _no_step(file)
+        if not file.binary and PRINTED in _begun(file.path, SEARCHED).content:
+            raise _printed(file)
     raise ValueError(f"{path} holds no log: {_known()}")
 
 
@@ -275,9 +290,9 @@ def _log_below(path: Path) -> _Found | None:
     return _Found(place=path, files=(file,), format=kind or _format_of(file))
 
 
-def _begun(path: Path) -> LogFile:
+def _begun(path: Path, size: int = HEAD) -> LogFile:
     with path.open("rb") as stream:
-        return LogFile(path=path, content=stream.read(HEAD))
+        return LogFile(path=path, content=stream.read(size))
 
 
 def _file(path: Path) -> LogFile:

@@ -91,7 +91,7 @@ def judge_losses(
 ) -> LossVerdict:
     """Return the verdict on the candidate's final losses by `compare`, unless it diverged or the curves forbid a verdict.
 
-    `paired` None: by seed where both arms name the same ones. Raises what `match_runs` and `compare` raise, and ValueError
+    `paired` None: by seed where most runs have a partner. Raises what `match_runs` and `compare` raise, and ValueError
     for a margin of a TENTH of the loss or more.
     """
     check_test(margin, alpha)
@@ -101,15 +101,22 @@ def judge_losses(
     of_both = (loss_arms.note_order, loss_arms.note_names, loss_arms.note_measure, loss_arms.note_intervals)
     notes = [note for find in of_both if (note := find(*arms))]
     notes += [note for arm in arms for note in arm.notes]
+    notes += [alone] if (alone := loss_arms.note_left_out(*arms, matched)) else []
     verdict, comparison = Verdict.DIVERGED, None
     reason = loss_arms.why_diverged(candidate)  # comes first, because the surviving runs are a biased choice
     if reason is None and min(len(matched.baseline), len(matched.candidate)) < 2:
         verdict, reason = Verdict.INCONCLUSIVE, "one run says nothing of how far seeds alone move the loss"
     elif reason is None:
         comparison = compare(
-            matched.candidate, matched.baseline, margin=margin, alpha=alpha, paired=bool(matched.seeds)
+            matched.candidate,
+            matched.baseline,
+            margin=margin,
+            alpha=alpha,
+            paired=bool(matched.seeds),
+            called="baseline",
         )
-        moving = loss_arms.why_moving(baseline, candidate, margin)
+        pairs = [loss_arms.only_pairs(arm, matched) for arm in arms]
+        moving = loss_arms.why_moving(pairs[0], pairs[1], margin)
         known = all(arm.curves for arm in arms)
         why_not = loss_arms.why_overfitted(baseline, margin) or (moving if known else None)
         verdict = Verdict.INCONCLUSIVE if why_not else comparison.verdict

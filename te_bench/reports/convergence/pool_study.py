@@ -133,7 +133,7 @@ def _compared(
         interval=(gap - bound * se, gap + bound * se) if math.isfinite(bound) else None,
         t_interval=(gap - student, gap + student),
         claims=pooled.claims(looked, margin, study.rounds, ratio),
-        power=pooled.power(study.rounds, sd, margin, ratio=ratio, alpha=alpha),
+        power=pooled.power(study.rounds, sd, margin, ratio=ratio, alpha=hardest),
         detectable=sd * pooled.least_margin(study.rounds, ratio, hardest, power.POWER),
         seeds_needed=pooled.rounds_needed(sd, margin, ratio=ratio, share=power.POWER, alpha=hardest),
         outliers=outliers(ours),
@@ -154,7 +154,7 @@ def _reason(study: Study, c: LossComparison, verdict: Verdict, needed: int | Non
         return c.reason or f"after {c.n} of {study.rounds} rounds no claim is possible yet"
     measured = f"{in_words(c.gap, c.interval, c.alpha)}, after {c.n} of {study.rounds} rounds"
     if verdict is not Verdict.INCONCLUSIVE:
-        return f"ends {CLAIMS[verdict].format(margin=c.margin)}: {measured}"
+        return f"ends {CLAIMS[verdict].format(margin=c.margin, control='control')}: {measured}"
     said = f"not distinguished from the margin {c.margin:g}: {measured}"
     if needed is None:
         return said

@@ -16,12 +16,11 @@ from te_bench.experiments.spec import Experiment, Options, Trial
 from te_bench.reports.analysis.naming import arm_name
 from te_bench.reports.convergence import planning
 from te_bench.reports.convergence.budget import command
-from te_bench.reports.convergence.design import GAPS, Option
+from te_bench.reports.convergence.design import Option, gaps_of, listed, measured
 from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine, first_judgement
 from te_bench.reports.convergence.forecast import forecast
 
 CLOSE = 0.05  # a design that proves less is worth naming for so much more power at the largest of GAPS
-ENOUGH = 0.97  # power at the largest of GAPS that more seeds hardly raise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +33,6 @@ class Proposal:
     scope: str | None  # of branches: the part of training that they judge
     asked: bool  # the command line's own design
     option: Option  # its seeds, cost and power
-    power_of_others: float | None  # of recipes judged after the first: at a gap of 0, at Holm's hardest step
     words: tuple[str, ...]  # of the command that runs it, without --seeds
 
     @property
@@ -42,20 +40,15 @@ class Proposal:
         return shlex.join([*self.words, "--seeds", str(self.option.rounds)])
 
     @property
-    def power(self) -> float:
-        """The power at the largest of GAPS."""
-        return self.option.power[-1] if self.option.power else 0.0
-
-    @property
     def shows(self) -> str:
         """What the design shows, and of what it shows nothing."""
-        after = self.power_of_others
+        after = self.option.power_of_others
         which = "it" if self.number == 1 else "each" if after is None else "the first"
         said = f"whether {which} trains like bf16" + (f" {self.scope}" if self.scope else "")
         if after is not None:
             others = f"{self.number - 1} others pass" if self.number > 2 else "other passes"
             hardest = " the hardest" if self.number > 2 else ""
-            said += f"; the {others} only where it does,{hardest} with a power of {after:.0%} at a gap of 0"
+            said += f"; the {others} only where it does,{hardest} with a power of {listed(after)}"
         left = f"{self.left_out} other recipes" if self.left_out > 1 else "other recipe"
         nothing = [f"of the {left}"] if self.left_out else []
         nothing += ["of FP8 before"] if self.scope else []
@@ -64,10 +57,10 @@ class Proposal:
     def replaces(self, other: "Proposal") -> bool:
         """Return whether it shows as much as the other design, with about as much power."""
         fewer, shorter = self.number < other.number, self.scope is not None and other.scope is None
-        return not fewer and not shorter and self.power >= other.power - CLOSE
+        return not fewer and not shorter and self.option.at_half >= other.option.at_half - CLOSE
 
     def to_json(self) -> dict[str, Any]:
-        told = {key: getattr(self, key) for key in ("recipes", "shows", "asked", "command", "power_of_others")}
+        told = {key: getattr(self, key) for key in ("recipes", "shows", "asked", "command")}
         return {**told, **dataclasses.asdict(self.option)}
 
 
@@ -77,6 +70,7 @@ class Proposals:
 
     budget_s: float
     margin: float
+    gap: float | None  # that was measured so far
     machine: Machine
     found: tuple[Proposal, ...]
     least: Proposal
@@ -92,7 +86,8 @@ class Proposals:
 
     def sentences(self) -> Iterator[tuple[str, str]]:
         """Yield a sentence, and the command that it is about or ""."""
-        within, gaps = planning.duration(self.budget_s), ", ".join(f"{share * self.margin:.2g}" for share in GAPS)
+        within = planning.duration(self.budget_s)
+        gaps = ", ".join(f"{gap:.2g}" for gap in gaps_of(self.margin, self.gap))
         said = f"Designs that conclude within {within}{self.machine.on}, the strongest first"
         if self.instead:
             said = (
@@ -100,25 +95,29 @@ class Proposals:
             )
         yield (
             f"{said}. Power is the chance that a recipe, or the one that is judged first, and A/A are called EQUIVALENT "
-            f"within {self.margin:g} nat, where its true gap is {gaps} nat:",
+            f"within {self.margin:g} nat, where its true gap in nat is {gaps}{measured(self.gap)}:",
             "",
         )
         for one in self.found:
-            power = ", ".join(f"{share:.0%}" for share in one.option.power or ())
             seconds = one.option.seconds or 0.0
             takes = f"{self.machine.hours(seconds)}{self.machine.elapsed(seconds)}"
             cost = f"{one.option.rounds} seeds, {one.option.runs} runs, {takes}"
-            yield f"  {one.recipes}: {cost}, power {power}. Shows {one.shows}", one.command
-        if self.untaught:
-            yield "Random tokens suffice for a plan, and teach a model nothing: run with --data text:FILE.", ""
+            said = f"  {one.recipes}: {cost}, power {listed(one.option.power)}. Shows {one.shows}"
+            yield said + self._untaught, one.command
 
     def least_time(self) -> str:
-        """Return the end of a refusal: the least time in which a design concludes; "" if one does in the budget."""
+        """Return the least time in which a design concludes, and its command; "" if one does in the budget."""
         if self.found:
             return ""
         takes = planning.duration((self.least.option.seconds or 0.0) / self.machine.slots)
-        within = planning.duration(self.budget_s)
-        return f". No design concludes in {within}; the least takes about {takes}{self.machine.on}:\n  {self.least.command}"
+        within = f"--budget {planning.duration(self.budget_s)}"
+        least = f"no design concludes in {within}; the least takes about {takes}{self.machine.on}"
+        return f"{least}{self._untaught}:\n  {self.least.command}"
+
+    @property
+    def _untaught(self) -> str:
+        """What stands beside a command that would train on random tokens."""
+        return ". Random tokens teach a model nothing: run it with --data text:FILE" if self.untaught else ""
 
 
 def search(asked: Options, earlier: EarlierRuns, out: Path | None) -> Proposals | None:
@@ -131,13 +130,15 @@ def search(asked: Options, earlier: EarlierRuns, out: Path | None) -> Proposals 
         return None
     if first_judgement(one, earlier.journal):
         return None
-    found, least = list[Proposal](), list[Proposal]()
+    found, least, gap = list[Proposal](), list[Proposal](), None
     for options, only in _designs(one, asked):
         try:
             experiment = _of_one_seed(options, only)
         except ValueError:  # other options exclude the design, as --weights does --branch-at
             continue
         about = forecast(experiment, earlier)
+        gap = about.gap if gap is None else gap  # of a branch as of the whole training
+        about = dataclasses.replace(about, gap=gap)
         fewest, takes, outlook = about.needed, about.takes, about.outlook
         if fewest is None or fewest > MOST_SEEDS or takes is None or outlook is None:
             continue
@@ -151,18 +152,13 @@ def search(asked: Options, earlier: EarlierRuns, out: Path | None) -> Proposals 
             scope=about.scope,
             asked=options == asked and only is None,
             option=about.option(fewest, outlook),
-            power_of_others=about.power_of_others(fewest, outlook) if len(recipes) > 1 else None,
             words=tuple(words),
         )
         least.append(proposal)
         most = min(MOST_SEEDS, takes.within(asked.budget_s * earlier.machine.slots))
         if most < fewest:
             continue
-        for seeds in range(most if proposal.asked else fewest, most + 1):
-            after = None if proposal.power_of_others is None else about.power_of_others(seeds, outlook)
-            proposal = dataclasses.replace(proposal, option=about.option(seeds, outlook), power_of_others=after)
-            if proposal.power > ENOUGH:
-                break
+        proposal = dataclasses.replace(proposal, option=about.option(max(fewest, about.enough(most)), outlook))
         if not any(other.replaces(proposal) for other in found):
             found.append(proposal)
     if not least:
@@ -170,8 +166,9 @@ def search(asked: Options, earlier: EarlierRuns, out: Path | None) -> Proposals 
     return Proposals(
         budget_s=asked.budget_s,
         margin=float(str(one.judgement["margin"])),
+        gap=gap,
         machine=earlier.machine,
-        found=tuple(sorted(found, key=lambda one: -one.power)),
+        found=tuple(sorted(found, key=lambda one: -one.option.at_half)),
         least=min(least, key=lambda one: one.option.seconds or 0.0),
         untaught="random" in asked.data.values(),
     )

@@ -28,8 +28,8 @@ class Published:
 
     def in_words(self) -> str:
         head = " with an FP8 head" if self.fp8_head else ""
-        on = f" from the {self.on.replace('share', 'that share')}" if self.on else ""
-        sooner = f"; it reaches bf16's loss {self.sooner} as fast, we estimate{on}" if self.sooner else ""
+        by = f"estimated from {self.on.replace(' share', ', which share')}" if self.on else "we estimate"
+        sooner = f"; it reaches bf16's loss {self.sooner} as fast, {by}" if self.sooner else ""
         return (
             f"GPT-2 124M{head}, {self.training}: {self.gap} nat above bf16, {self.verdict} within {self.margin:g}"
             f"{sooner} ({self.where})"
@@ -41,13 +41,13 @@ PUBLISHED = (
     Published(
         recipe="delayed_scaling_e4m3", fused=True, fp8_head=True, verdict="INCONCLUSIVE",
         records="h200/convergence-gpt2", arm="delayed scaling E4M3, fused, FP8 head",
-        training="100 M tokens", margin=0.005, gap="0.0035 [0.0013, 0.0061]", sooner="1.25× [1.24, 1.26]",
+        training="100 M tokens", margin=0.005, gap="0.0035 [0.0013, 0.0061]", sooner="1.25× [1.20, 1.26]",
         on="11 of 12 pairs share a host",
     ),
     Published(
         recipe="delayed_scaling", fused=True, fp8_head=True, verdict="INCONCLUSIVE",
         records="h200/convergence-gpt2", arm="delayed scaling, fused, FP8 head",
-        training="100 M tokens", margin=0.005, gap="0.0060 [0.0043, 0.0083]", sooner="1.25× [1.01, 1.55]",
+        training="100 M tokens", margin=0.005, gap="0.0060 [0.0043, 0.0083]", sooner="1.25× [0.98, 1.55]",
         on="2 of 12 pairs share a host",
     ),
     Published(

@@ -14,6 +14,7 @@ from te_bench.reports.analysis.measures import CONFIDENCE, Ratio, geometric_mean
 Array = NDArray[np.float64]
 
 LAST = 0.25  # the last share of training, where the slope is fitted, and the farthest that it is extrapolated
+LATEST = LAST / 2  # where it is fitted again, because a loss whose rate decays flattens
 FEWEST_POINTS = 3  # any two points fit a line
 APART = "no pair shares a host"
 
@@ -24,8 +25,9 @@ Interval = tuple[float, float]
 class Speedup:
     """What the gap costs in steps, and what faster steps save; `reason` says why a field is None.
 
-    Intervals are 95 %. `less_time` is a share of the control's time: 0.05 is 5 % less, below 0 is more. `step_time` leaves
-    out pairs whose two runs were timed on different hosts; `across_hosts` is their number.
+    Intervals are 95 %, over both slopes of `capability_matched`. `less_time` is a share of the control's time: 0.05 is 5 %
+    less, below 0 is more. `step_time` leaves out pairs whose two runs were timed on different hosts; `across_hosts` is
+    their number.
     """
 
     more_steps: float | None = None  # mean gap / |slope|: steps that the candidate needs more; below 0, fewer
@@ -74,7 +76,9 @@ def capability_matched(
 
     The slope is that of a line through the last quarter of each control run. A schedule that decays the learning rate
     flattens its end, and a longer run would decay later. So the slope only approximates the effect of more steps, and the
-    step penalty is a rough number.
+    step penalty is a rough number. Intervals hold this doubt: each goes from the smaller lower end to the larger upper end
+    of two, one by this slope and one by that of the last eighth (at least the last three losses; two, if the quarter has
+    three).
 
     gap / slope is a ratio of means over the same seeds: Fieller's interval (1954, J. R. Stat. Soc. B 16:175). The interval
     of the step time is combined with it by recovered variances (MOVER: Zou & Donner 2008, Stat. Med. 27:1693).
@@ -97,20 +101,34 @@ def capability_matched(
     if abs(gap) > reach:
         far = f"the gap is {abs(gap) / reach:.2g} times what the control gained in the last quarter"
         return Speedup(**known, reason=f"{far}: too far to extrapolate")
-    interval = fieller(gaps, -slopes)
-    less_time, less_interval, reason = _less_time(-gap / slope, interval, float(at[-1]), step_time)
+    more, end = -gap / slope, float(at[-1])
+    latest = max(int((at >= (1 - LATEST) * end).sum()), min(FEWEST_POINTS, int(late.sum()) - 1))
+    end_slopes = np.polyfit(at[-latest:], losses[:, -latest:].T, 1)[0]
+    end_slope = float(end_slopes.mean())
+    interval, also = fieller(gaps, -slopes), fieller(gaps, -end_slopes) if end_slope < 0 else None
+    less_time, less_interval, reason = _less_time(more, interval, end, step_time)
+    _, less_also, unsure = _less_time(-gap / (end_slope or slope), also, end, step_time)
     if interval is None:
         reason = "no interval: one seed" if len(gaps) < 2 else "no interval: these seeds do not tell the slope from 0"
+    elif also is None:
+        reason = "no interval: these seeds do not tell the slope of the last eighth from 0"
+    else:
+        reason = reason or unsure
     if step_time is None and across_hosts:
         reason = APART
     return Speedup(
         **known,
-        more_steps=-gap / slope,
-        more_steps_interval=interval,
+        more_steps=more,
+        more_steps_interval=_hull(interval, also),
         less_time=less_time,
-        less_time_interval=less_interval,
+        less_time_interval=_hull(less_interval, less_also),
         reason=reason,
     )
+
+
+def _hull(one: Interval | None, other: Interval | None) -> Interval | None:
+    """Return the interval from the smaller lower end to the larger upper end; None if either is unknown."""
+    return None if one is None or other is None else (min(one[0], other[0]), max(one[1], other[1]))
 
 
 def _less_time(

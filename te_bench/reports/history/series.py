@@ -15,7 +15,7 @@ from te_bench.experiments.spec import Record, Trial, matches
 from te_bench.experiments.store import Journal, load
 from te_bench.reports.analysis import measures
 from te_bench.reports.analysis.naming import FOREIGN
-from te_bench.reports.analysis.rows import TIMED, grouped, identity, printable
+from te_bench.reports.analysis.rows import TIMED, grouped, identity, listed_names, printable
 from te_bench.reports.history.change_points import ALPHA, ChangePoint, Segmentation, segment
 
 #: The fields of an environment that identify a machine; each machine has its own series.
@@ -50,7 +50,8 @@ class HistoryPoint:
 class TimeSeries:
     """The ordered times of a configuration, and their segments."""
 
-    name: str
+    name: str  # plain
+    only: str  # the name that `only` matches: its trials' name without the seed
     family: str  # the workload and its problem; a family shares one figure
     where: str  # the machine
     points: tuple[HistoryPoint, ...]
@@ -84,7 +85,7 @@ class History:
 def load_history(directories: Sequence[Path], *, only: str | None = None, alpha: float = ALPHA) -> History:
     """Return the history of several runs' journals.
 
-    only: a glob over the names of series, which are trials' names without the seed. Raises ValueError for a directory
+    only: a glob over trials' names without the seed. Raises ValueError for a directory
     without a journal, if no timed record matches, and for an alpha outside [0.0001, 0.5].
     """
     journals = {_run(path, directories): load(path) for path in dict.fromkeys(map(Path.resolve, directories))}
@@ -116,7 +117,7 @@ def from_journals(journals: Mapping[str, Journal], *, only: str | None = None, a
                 if measures.numbers(record.samples.get(quantity)):
                     at = measured.setdefault((cell, quantity, machine), {})
                     at.setdefault((run, environment), []).append(record)
-    names = _names(trials)
+    names, plain = _names(trials), listed_names(trials)
     chosen = {key: found for key, found in measured.items() if matches(names[key[0]] + TIMED[key[1]], only)}
     if not chosen:
         raise ValueError(
@@ -129,7 +130,8 @@ def from_journals(journals: Mapping[str, Journal], *, only: str | None = None, a
         points = _points(found, bodies, quantity)
         series.append(
             TimeSeries(
-                name=names[cell] + TIMED[quantity],
+                name=plain[cell] + TIMED[quantity].replace("/", ", "),
+                only=names[cell] + TIMED[quantity],
                 family=_family(trials[cell]) + TIMED[quantity],
                 where=_where(machine),
                 points=points,

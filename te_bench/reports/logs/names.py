@@ -14,6 +14,16 @@ TRAINING = (
 )  # fmt: skip
 
 
+#: What tells a pair's runs apart in their names, with the marks that join it to the rest.
+_WORDS = (
+    r"bf16|bfloat16|fp16|float16|tf32|fp32|float32|fp8|float8|mxfp8|fp4|float4|mxfp4|nvfp4|e4m3|e5m2|te|transformer_engine"
+    "|baseline|candidate|control"
+)
+_SIDE = re.compile(
+    rf"[-_. ]+(?:{_WORDS})(?![a-z\d])|/(?:{_WORDS})$|(?<![a-z\d])(?:{_WORDS})(?:[-_ /]+|\.(?=[^/]*\.)|$)", re.IGNORECASE
+)
+
+
 def plain(name: str) -> str:
     """Return the name in lower case, its words joined by underscores: "Eval/Loss" is eval_loss."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
@@ -32,6 +42,19 @@ def is_held_out(name: str) -> bool:
 def is_trained(name: str) -> bool:
     """Return whether the name is clearly a training loss's; "loss" alone is not."""
     return plain(name) in TRAINING and plain(name) != "loss"
+
+
+def precision(name: str) -> str | None:
+    """Return the precision in a name, low or high; None if it has none or both."""
+    low, high = (
+        re.search(words, name.lower()) is not None for words in (r"fp[48]|float[48]|e4m3", r"bf16|bfloat|fp16|fp32")
+    )
+    return None if low == high else "low" if low else "high"
+
+
+def without_side(name: str) -> str:
+    """Return a run's name without its precision or side, which is its partner's too: run0.log of bf16_run0.log."""
+    return _SIDE.sub("", name)
 
 
 def alike(one: str | None, other: str | None) -> bool | None:

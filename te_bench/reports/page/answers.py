@@ -21,6 +21,7 @@ from te_bench.reports.page.headlines import headlines
 from te_bench.reports.page.table import Table
 
 WIDTH, HEIGHT = 80, 24  # characters of a terminal
+BY_PAIRS = "of fewer runs than the baseline's, the baseline's ms over the speed-up"
 LEAST_BAR = 8  # characters of the longest bar, if names are long
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 #: Replacements for a terminal with ASCII only.
@@ -49,14 +50,38 @@ Part = Chart | Table | str
 
 def answer(report: ReportResult, question: str | None, *, run: str = "RUN", ascii_only: bool = False) -> list[str]:
     """Return at most 24 lines of 80 characters; question: one of QUESTIONS, or None for all answers of the folder `run`."""
-    lines = _whole(report, run) if question is None else _answered(report, question, ascii_only)
+    rows, ends, rest = _answered(report, question or "verdict", ascii_only), list[str](), "te-bench report shows all"
+    if question is None:
+        judged = [found.sentence for result in report.groups for found in result.studies]
+        rows = rows if judged else []
+        rest = f"te-bench show {run} verdict" if judged else rest
+        said = [sentence for sentence in headlines(report) if not sentence.startswith(tuple(judged))]
+        rows += [line for sentence in said for line in _wrapped(sentence)]
+        ends = _ends(report, run)
     if ascii_only:  # before lines are counted, because a sign may become two characters
-        plain = [line.translate(PLAIN).encode("ascii", "replace").decode() for line in lines]
-        lines = [part for line in plain for part in (textwrap.wrap(line, WIDTH) if len(line) > WIDTH else [line])]
-    if len(lines) > HEIGHT:
-        rest = len(lines) - HEIGHT + 1
-        lines = [*lines[: HEIGHT - 1], f"{rest} more lines: te-bench report shows all."]
-    return lines
+        rows, ends = [_plain(row) for row in rows], [_plain(line) for line in ends]
+    lines = _cut([row.split("\n") for row in rows], HEIGHT - len(ends), rest)
+    return [*lines, *ends]
+
+
+def _cut(rows: Sequence[Sequence[str]], height: int, rest: str) -> list[str]:
+    """Return the lines of the first whole rows that fit, and how many more `rest` shows: a row may differ by its end."""
+    total = sum(map(len, rows))
+    if total <= height:
+        return [line for row in rows for line in row]
+    lines: list[str] = []
+    for row in rows:
+        notice = _wrapped(f"{total - len(lines)} more lines: {rest}.")
+        if len(lines) + len(row) + len(notice) > height:
+            break
+        lines += row
+    return [*lines, *notice]
+
+
+def _plain(row: str) -> str:
+    """Return a row in ASCII; a line that a sign makes too long continues below."""
+    lines = row.translate(PLAIN).encode("ascii", "replace").decode().split("\n")
+    return "\n".join(part for line in lines for part in (textwrap.wrap(line, WIDTH) if len(line) > WIDTH else [line]))
 
 
 def specifications(report: ReportResult) -> list[str]:
@@ -69,21 +94,18 @@ def specifications(report: ReportResult) -> list[str]:
     return found
 
 
-def _whole(report: ReportResult, run: str) -> list[str]:
+def _ends(report: ReportResult, run: str) -> list[str]:
+    """Return how many trials ended ok, and what else can be asked."""
     results = report.results
-    judged = [found.sentence for result in report.groups for found in result.studies]
-    lines = _answered(report, "verdict", ascii_only=False) if judged else []
-    said = [sentence for sentence in headlines(report) if not sentence.startswith(tuple(judged))]
-    lines += [line for sentence in said for line in _wrapped(sentence)]
     ended = _wrapped(
         f"{results.outcomes.get('ok', 0)} of {len(results.rows)} planned trials ended ok{report.unjudged}."
     )
     known = [name for name, (asked, _) in QUESTIONS.items() if any(asked(result) for result in report.groups)]
-    ask = _wrapped(f"Ask on: te-bench show {run} {'|'.join(known)}") if known else []
-    return [*lines[: HEIGHT - len(ended) - len(ask)], *ended, *ask]
+    return ended + (_wrapped(f"Ask on: te-bench show {run} {'|'.join(known)}") if known else [])
 
 
 def _answered(report: ReportResult, question: str, ascii_only: bool) -> list[str]:
+    """Return the answer's lines; a row of a table or a bar whose name continues below is one item."""
     ask, nothing = QUESTIONS[question]
     lines: list[str] = []
     for result in report.groups:
@@ -101,7 +123,7 @@ def _answered(report: ReportResult, question: str, ascii_only: bool) -> list[str
 
 
 def drawn(chart: Chart, ascii_only: bool = False) -> list[str]:
-    """Return the heading, and a line for each bar; a long name continues below."""
+    """Return the heading, and an item for each bar; a long name continues below, on further lines of it."""
     shown = max(len(bar.shown) for bar in chart.bars)
     names = min(max(len(bar.name) for bar in chart.bars), WIDTH - shown - LEAST_BAR - 2)
     longest, most = WIDTH - shown - names - 2, max(bar.value for bar in chart.bars) or 1.0
@@ -109,7 +131,7 @@ def drawn(chart: Chart, ascii_only: bool = False) -> list[str]:
     for bar in chart.bars:
         first, *more = textwrap.wrap(bar.name, names, subsequent_indent="  ", break_on_hyphens=False) or [""]
         filled = _filled(bar.value / most * longest, ascii_only).ljust(longest)
-        lines += [f"{first.ljust(names)} {filled} {bar.shown}".rstrip(), *more]
+        lines.append("\n".join([f"{first.ljust(names)} {filled} {bar.shown}".rstrip(), *more]))
     return lines
 
 
@@ -148,11 +170,12 @@ def _verdict(result: GroupResult) -> list[Part]:
 
 def _fastest(result: GroupResult) -> list[Part]:
     charts: list[Part] = []
-    ranked = [("a step", result.steps.steps)]
-    ranked += [(f"forward and backward of a layer, {one.name}", one.ranking.steps) for one in _by_variant(result)]
-    for what, steps in ranked:
-        bars = (_step_bar(step) for step in steps if step.latency_s)
-        charts += _chart(f"ms {what}, and its speed-up over the baseline", bars)
+    ranked = [("a step", result.steps)]
+    ranked += [(f"forward and backward of a layer, {one.name}", one.ranking) for one in _by_variant(result)]
+    for what, ranking in ranked:
+        bars = (_step_bar(step) for step in ranking.steps if step.latency_s)
+        pairs = f"; {BY_PAIRS}" if ranking.by_pairs else ""
+        charts += _chart(f"ms {what}, and its speed-up over the baseline{pairs}", bars)
     scaled = sorted((step for step in result.scaled if step.tokens_per_s), key=lambda step: -(step.tokens_per_s or 0.0))
     speeds = ((step.configuration.label, step.tokens_per_s or 0.0) for step in scaled)
     bars = (TextBar(name=name, value=speed, shown=text.count(speed)) for name, speed in speeds)

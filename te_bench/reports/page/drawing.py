@@ -60,9 +60,8 @@ styled = mpl.rc_context(STYLE)  # decorates functions that make figures: artists
 
 
 @styled
-def draw(name: str, kind: str, caption: str, where: str, figure: Figure) -> Drawing:
+def draw(name: str, kind: str, caption: str, alt: str, figure: Figure) -> Drawing:
     """Return a figure rendered for the page (transparent, text in the page's colour) and as files (on white)."""
-    alt = f"{caption}: {where}"
     svg, png = (_saved(figure, kind_of_file) for kind_of_file in ("svg", "png"))
     inline = _inlined(svg.decode().replace(f'style="{WHITE}"', 'style="fill: none"', 1), name, alt)
     return Drawing(name=name, kind=kind, caption=caption, alt=alt, inline=inline, svg=svg, png=png)

@@ -25,7 +25,8 @@ def times(found: StudyVerdict) -> Table | None:
     note = (
         f"To equal loss: how many times as fast a configuration comes to {whose} final loss, with a 95 % interval over "
         f"seeds. It is the speed-up of its step divided by the steps that it needs for one of {whose}. Where the learning "
-        "rate decays, the price of a gap in steps is an approximation."
+        f"rate decays, the price of a gap in steps is an approximation. Intervals go from the smaller lower end to the "
+        f"larger upper end of two: by the slope of {whose} loss in the last quarter of training, and in the last eighth."
     )
     return table_of("equal_loss", f"{found.study.title}: time to {whose} final loss", rows, note)
 

@@ -2,7 +2,7 @@
 
 from matplotlib.figure import Figure
 
-from te_bench.reports.analysis.rows import printable
+from te_bench.reports.analysis.rows import Group, printable
 from te_bench.reports.group_result import GroupResult
 from te_bench.reports.page import (
     attention_figures,
@@ -21,7 +21,6 @@ Named = tuple[str, str, Figure | None]  # name, caption
 @styled
 def figures_of(result: GroupResult, suffix: str) -> list[Drawing]:
     """Return every figure of a group; names end in `suffix`, which distinguishes groups."""
-    where = f"{result.group.title} on {result.group.where}"
     figures: list[Named] = [
         ("ladder", "Time per training step", step_figures.ladder(result)),
         ("memory", "Peak memory of a training step", step_figures.memory(result)),
@@ -36,10 +35,16 @@ def figures_of(result: GroupResult, suffix: str) -> list[Drawing]:
         *_verdicts(result),
     ]
     return [
-        draw(kind + suffix, kind.split("-")[0], printable(caption), printable(where), figure)
+        draw(kind + suffix, kind.split("-")[0], printable(caption), printable(_alt(caption, result.group)), figure)
         for kind, caption, figure in figures
         if figure
     ]
+
+
+def _alt(caption: str, group: Group) -> str:
+    """Return the caption with the group's title, if neither says what the other does, and with where it ran."""
+    title = group.title.removeprefix(f"{caption}: ")
+    return f"{caption}, on {group.where}" if ": " in caption else f"{caption}: {title} on {group.where}"
 
 
 def _attention(result: GroupResult) -> list[Named]:

@@ -1,11 +1,12 @@
 """Put each answer of a report into a sentence. It says what intervals do not distinguish, with the reason."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 from te_bench.experiments import run_options
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.suites.stress import SEEDS
-from te_bench.reports.analysis.ranking import FastestByShape, StepRanking
+from te_bench.reports.analysis.ranking import FastestByShape, StepRanking, why_tied
 from te_bench.reports.analysis.steps import MeasuredStep, emulates_blocks
 from te_bench.reports.convergence.published import nearest
 from te_bench.reports.convergence.stress import REFERENCE, StressLadder
@@ -14,6 +15,8 @@ from te_bench.reports.page import text
 
 BLOCK_FORMATS = "MXFP8 and NVFP4 are emulated by bf16 GEMMs: these times say nothing about a GPU that multiplies them."
 EMULATED = "On a CPU FP8 and fused blocks are emulated: these times say nothing about a GPU."
+ALIKE = 1.01  # peaks of memory up to this many times the least are as good
+RANKED = 3  # fewer runs cannot rank a step beside steps of more: two give intervals that hold nearly anything
 NAMED = 4  # configurations that a sentence names at most; it counts the rest
 
 
@@ -90,7 +93,8 @@ def _in_fewer_bits(trial: Trial) -> int:
 
 def _what_is_proven(trial: Trial) -> str:
     """Return the published verdict on a step in fewer bits, and the command that judges it."""
-    fused, problem = trial.problem.get("blocks") == "fused", trial.problem
+    problem = trial.problem
+    fused = problem.get("blocks") == "fused" or bool(problem.get("parts"))  # a user's model with the fused kernels
     if words := run_options.fewer_words(problem):
         asked = [f"--{name} {problem[name]}" for name in ("weights", "states") if problem.get(name)]
         asked += [f"--recipes {trial.recipe}"] if trial.recipe else []
@@ -101,6 +105,7 @@ def _what_is_proven(trial: Trial) -> str:
     of_others = problem.get("rival") or problem.get("linears")
     known = None if of_others else nearest(trial.recipe, fused=fused)
     published = f"Published: {known.in_words()}" if known else "No verdict on this step is published"
+    published = f"No study has judged this step. {published}" if known and problem.get("parts") else published
     judges = f"te-bench run convergence --recipes {trial.recipe}{' --fused' if fused else ''}"
     return f"These times do not say whether FP8 trains like bf16. {published}; {judges} judges it."
 
@@ -133,34 +138,46 @@ def _fastest(found: StepRanking, what: str, where: str) -> list[str]:
     if found.alone:
         number = f"{len(found.alone)} configurations" if len(found.alone) > 1 else "One configuration"
         once = f"{number} ran once, so no interval compares them with these"
-        sentences.append(f"{once}; the fastest: {_time(found.alone[0])}.")
+        by_pair = ", by its pair with the baseline" if found.by_pairs and found.alone[0].speedup else ""
+        sentences.append(f"{once}; the fastest{by_pair}: {_time(found.alone[0])}.")
     return sentences
 
 
 def _of_the_tied(found: StepRanking, what: str, where: str) -> list[str]:
     """Return what to use if times do not decide: the baseline, else the fewest parts in fewer bits, then least memory."""
-    bits = [_in_fewer_bits(step.configuration.trial) for step in found.fastest]
-    some = [step for step, parts in zip(found.fastest, bits, strict=True) if parts == min(bits)]
-    peaks = [step.peak_allocated or step.peak_reserved or step.peak_rss for step in some]
-    least = min((peak for peak in peaks if peak), default=None)
+    runs = [len(step.configuration.ok) for step in found.fastest]
+    few = [step for step, n in zip(found.fastest, runs, strict=True) if n < min(RANKED, max(runs))]
+    enough = [step for step in found.fastest if step not in few]
+    bits = [_in_fewer_bits(step.configuration.trial) for step in enough]
+    some = [step for step, parts in zip(enough, bits, strict=True) if parts == min(bits)]
+    peaks = [step.peak_allocated or step.peak_reserved or step.peak_rss or 0.0 for step in some]
+    limit = ALIKE * min(peaks) if all(peaks) else math.inf
+    light = [step for step, peak in zip(some, peaks, strict=True) if peak <= limit]
     have = next((step for step in found.fastest if step.is_baseline), None)
-    best = have or some[peaks.index(least) if least and all(peaks) else 0]
-    others = [step for step in found.fastest if step is not best]
-    names = [f"{step.configuration.label} ({text.milliseconds(step.latency_s)} ms)" for step in others]
-    tied = f"Not distinguished from it, any may be the fastest: {text.listed(names, NAMED)} ({found.reason})."
+    best = have or light[0]  # the fastest of them
+    said = []
+    if others := [_in_brackets(step) for step in enough if step is not best]:
+        reason = why_tied([step.configuration for step in enough])
+        said.append(f"Not distinguished from it, any may be the fastest: {text.listed(others, NAMED)} ({reason}).")
+    if rest := [_in_brackets(step, runs=True) for step in few if step is not best]:
+        said.append(f"Too few runs to rank: {text.listed(rest, NAMED)}.")
     if have:
-        return [
-            f"Keep the baseline{what and f' of the{what}'}, {_time(have)}, on {where}: none is shown to be faster.",
-            tied,
-        ]
-    plain = not any(run_options.fewer_words(step.configuration.trial.problem) for step in found.fastest)
+        keep = f"Keep the baseline{what and f' of the{what}'}, {_time(have)}, on {where}: none is shown to be faster."
+        return [keep, " ".join(said)]
+    plain = not any(run_options.fewer_words(step.configuration.trial.problem) for step in enough)
     why = []
     if mixed := len(some) < len(bits):
         why = ["no FP8, so its loss is not in question" if plain else "the fewest parts in fewer bits, for its loss"]
-    if len({*peaks}) > 1 and all(peaks):
+    if len(light) < len(some):
         why.append(f"the least memory of {('those without FP8' if plain else 'those') if mixed else 'these'}")
-    tied += f" Chosen: {'; '.join(why)}." if why else ""
-    return [f"Use {what and f'for the{what}: '}{_quoted(found.steps, best)}, on {where}.", tied]
+    said += [f"Chosen: {'; '.join(why)}."] if why else []
+    use = f"For the{what}, use" if what else "Use"
+    return [f"{use} {_quoted(found.steps, best)}, on {where}.", " ".join(said)]
+
+
+def _in_brackets(step: MeasuredStep, *, runs: bool = False) -> str:
+    times = f", {len(step.configuration.ok)} runs" if runs else ""
+    return f"{step.configuration.label} ({text.milliseconds(step.latency_s)} ms{times})"
 
 
 def _time(step: MeasuredStep) -> str:
@@ -181,10 +198,13 @@ def _quoted(steps: Sequence[MeasuredStep], best: MeasuredStep | None = None) -> 
 
 def _less_memory(step: MeasuredStep, baseline: MeasuredStep) -> str:
     """Return the peak as a share of the baseline's, by a kind that both have: allocated, else reserved."""
-    pairs = [(step.peak_allocated, baseline.peak_allocated), (step.peak_reserved, baseline.peak_reserved)]
-    known = next(((ours, theirs) for ours, theirs in pairs if ours and theirs), None)
-    part = round(100 * known[0] / known[1]) if known else 100
-    return "" if part == 100 else f", with {part} % of its peak memory"
+    pairs = [
+        (step.peak_allocated, baseline.peak_allocated, "peak"),
+        (step.peak_reserved, baseline.peak_reserved, "reserved"),
+    ]
+    ours, theirs, kind = next((known for known in pairs if known[0] and known[1]), (None, None, ""))
+    part = round(100 * ours / theirs) if ours and theirs else 100
+    return "" if part == 100 else f", with {part} % of its {kind} memory"
 
 
 def _scaled(result: GroupResult) -> list[str]:

@@ -23,7 +23,7 @@ def of_history(history: History) -> list[Drawing]:
         for number, part in enumerate(parts, start=1):
             caption = f"{family}{f', part {number} of {len(parts)}' if len(parts) > 1 else ''}"
             name = f"history-{len(drawings) + 1}"
-            drawings.append(draw(name, "history", caption, f"time over commits on {where}", figure(part)))
+            drawings.append(draw(name, "history", caption, f"{caption}: time over commits on {where}", figure(part)))
     return drawings
 
 

@@ -11,7 +11,8 @@ from te_bench.reports.page.render import figure_files
 from te_bench.reports.page.table import Column, Table, Value, number, word
 from te_bench.reports.page.template import rendered
 
-_WIDE = ("Machine", "Commits", "First level, ms")  # columns that do not fit on a terminal
+_ONLY = "Name for --only"
+_WIDE = ("Machine", "Commits", "First level, ms", _ONLY)  # columns that do not fit on a terminal
 
 
 def changes(history: History) -> Table:
@@ -34,8 +35,10 @@ def changes(history: History) -> Table:
 
 
 def _table(name: str, caption: str, rows: Sequence[Mapping[str, Value]], note: str) -> Table:
-    """Return a table of rows {title: value}; all columns are kept, and the first three are text."""
-    columns = tuple(Column(title=title, numeric=place > 2) for place, title in enumerate(rows[0] if rows else ()))
+    """Return a table of rows {title: value}; all columns are kept, and the first three and _ONLY are text."""
+    columns = tuple(
+        Column(title=title, numeric=place > 2 and title != _ONLY) for place, title in enumerate(rows[0] if rows else ())
+    )
     values = tuple(tuple(row.values()) for row in rows)
     return Table(name=name, caption=caption, columns=columns, rows=values, note=note)
 
@@ -69,6 +72,7 @@ def _row(one: TimeSeries) -> dict[str, Value]:
         "First level, ms": number(first, text.milliseconds),
         "Last level, ms": number(last, text.milliseconds),
         "Changes": number(len(one.changes), text.count),
+        _ONLY: word(one.only),
     }
 
 

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from matplotlib.axes import Axes
@@ -18,30 +18,41 @@ from te_bench.reports.page.drawing import COLOURS, FAINT, INK, MARKERS, NAME, bl
 
 DASHES: tuple[Literal["-", "--", "-.", ":"], ...] = ("-", "--", "-.", ":")
 SMOOTH = 60  # points of a drawn training loss: each is a mean over neighbouring steps
+NEAR = 0.15  # a loss against time is drawn from where it is within this share of its end
+BESIDE = ("aa", "broken")  # arms of a study that only show that it works
 
 
 def losses(comparison: TrainingComparison, axis: str) -> Figure | None:
-    """Return loss against "step" or "time_s": validation with the bf16 seeds' band, and training below; None if empty."""
-    if not any(training.validation or training.train for training in comparison.trainings):
+    """Return loss against "step" or "time_s": validation with the bf16 seeds' band, and training below; None if empty.
+
+    Against time the last part is drawn, without A/A, which lies on bf16, and without a study's planted fault.
+    """
+    drawn = [training for training in comparison.trainings if training.validation or training.train]
+    part: Callable[[Sequence[LossPoint]], Sequence[LossPoint]] = list
+    if axis == "time_s":
+        drawn = [one for one in drawn if one.configuration.trial.problem.get("arm") not in BESIDE]
+        part = _last_part
+    if not drawn:
         return None
     series: dict[str, list[Sequence[LossPoint]]] = {
-        "validation loss": [training.validation for training in comparison.trainings],
-        "training loss": [_smoothed(training.train) for training in comparison.trainings],
+        "validation loss": [part(training.validation) for training in drawn],
+        "training loss": [part(_smoothed(training.train)) for training in drawn],
     }
     shown = {what: found for what, found in series.items() if any(found)}
-    names = ["\n".join(text.folded(_legend_name(training), NAME)) for training in comparison.trainings]
-    figure = blank(0.8 + 2.1 * len(shown) + 0.19 * (4 + sum(name.count("\n") + 1 for name in names)))
+    figure = blank(0.8 + 2.1 * len(shown))
     panels = figure.subplots(len(shown), sharex=True, squeeze=False)[:, 0]
     handles: list[Line2D | Patch] = []
-    above: set[int] = set()
+    above: list[list[str]] = [[] for _ in drawn]
     notes: list[str] = []
     for axes, (what, found) in zip(panels, shown.items(), strict=True):
-        if comparison.reference and what == "validation loss":
-            handles += _band(axes, comparison.reference, axis)
-        top = _focus(axes, [[p.mean for p in each] for each in found if each])
-        above |= {place for place, each in enumerate(found) if each and min(p.mean for p in each) > top}
+        seeds = []
+        if (reference := comparison.reference) and what == "validation loss":
+            seeds = [p for p in part(reference.validation) if p.deviation is not None]
+            handles += _band(axes, seeds, reference.n, axis)
+        top = _focus(axes, [[p.mean for p in each] for each in found if each], [p.low for p in seeds])
         for place, each in enumerate(found):
             axes.plot(_x(each, axis), [p.mean for p in each], **_line(place, len(each)))
+            above[place] += [what] if each and min(p.mean for p in each) > top else []
         axes.set_ylabel(what)
         axes.grid(color=FAINT, alpha=0.25, linewidth=0.6)
         axes.set_axisbelow(True)
@@ -49,13 +60,17 @@ def losses(comparison: TrainingComparison, axis: str) -> Figure | None:
             first = max(each[0].mean for each in found if each)
             notes.append(f"{what}: its first fall, from {first:.3g}, is above the frame")
     panels[-1].set_xlabel("step" if axis == "step" else "training time, s")
-    for place, name in enumerate(names):
-        if any(found[place] for found in shown.values()):
-            where = ", above the frame" if place in above else ""
-            handles.append(Line2D([], [], label=f"{name}{where}", **_line(place, 1)))
-    if any(len(training.train) > SMOOTH for training in comparison.trainings):
+    for place, (training, whats) in enumerate(zip(drawn, above, strict=True)):
+        panel = "" if len(whats) == len(shown) else "".join(f"{what} " for what in whats)
+        name = f"{_legend_name(training)}, {panel}above the frame" if whats else _legend_name(training)
+        handles.append(Line2D([], [], label="\n".join(text.folded(name, NAME)), **_line(place, 1)))
+    if part is _last_part:
+        notes.append(f"each from where it is within {100 * NEAR:g} % of its end")
+    if any(len(training.train) > SMOOTH for training in drawn):
         notes.append(f"training loss: means over 1/{SMOOTH} of the training each")
     handles += [Line2D([], [], linestyle="", label=note) for note in notes]
+    lines = sum(str(handle.get_label()).count("\n") + 1 for handle in handles)
+    figure.set_figheight(figure.get_figheight() + 0.19 * (lines + 1))
     legend_below(figure, handles, 1, left=True)
     return figure
 
@@ -66,6 +81,12 @@ def _smoothed(points: Sequence[LossPoint]) -> list[LossPoint]:
     return [_mean_point(points[i : i + each]) for i in range(0, len(points), each)]
 
 
+def _last_part(points: Sequence[LossPoint]) -> Sequence[LossPoint]:
+    """Return the points from the first that is within NEAR of the last, two at least."""
+    near = (place for place, p in enumerate(points) if p.mean <= (1 + NEAR) * points[-1].mean)
+    return points[min(next(near, 0), max(0, len(points) - 2)) :]
+
+
 def _mean_point(points: Sequence[LossPoint]) -> LossPoint:
     step, time_s, mean, low, high = (
         statistics.fmean(getattr(p, name) for p in points) for name in ("step", "time_s", "mean", "low", "high")
@@ -73,13 +94,14 @@ def _mean_point(points: Sequence[LossPoint]) -> LossPoint:
     return LossPoint(step=step, time_s=time_s, mean=mean, low=low, high=high, deviation=None)
 
 
-def _focus(axes: Axes, series: Sequence[Sequence[float]]) -> float:
+def _focus(axes: Axes, series: Sequence[Sequence[float]], lows: Sequence[float]) -> float:
     """Cut off the first steep fall if it takes more than half of the frame, and return the frame's top, or infinity.
 
-    A curve that has entered the frame stays inside, even if it rises again. A curve above all others may stay outside.
+    The frame holds `lows`, the lower ends of a band. A curve that has entered the frame stays inside, even if it rises
+    again. A curve above all others may stay outside.
     """
     means = [mean for each in series for mean in each]
-    lowest, upper = min(means), quantile(means, 0.75) or 0.0
+    lowest, upper = min([*means, *lows]), quantile(means, 0.75) or 0.0
     entered = [(each, next((i for i, mean in enumerate(each) if mean <= upper), len(each))) for each in series]
     upper = max([upper, *(mean for each, start in entered for mean in each[start:])])
     if not max(means) - upper > upper - lowest > 0:
@@ -93,9 +115,8 @@ def _x(points: Sequence[LossPoint], axis: str) -> list[float]:
     return [point.step if axis == "step" else point.time_s for point in points]
 
 
-def _band(axes: Axes, training: Training, axis: str) -> list[Patch]:
-    """Draw smallest to largest and mean +- deviation over the reference's seeds; return legend patches, [] for one seed."""
-    points = [p for p in training.validation if p.deviation is not None]
+def _band(axes: Axes, points: Sequence[LossPoint], seeds: int, axis: str) -> list[Patch]:
+    """Draw smallest to largest and mean +- deviation over the reference's seeds; return legend patches, [] for no points."""
     if not points:
         return []
     x = _x(points, axis)
@@ -105,16 +126,16 @@ def _band(axes: Axes, training: Training, axis: str) -> list[Patch]:
     below = [p.mean - d for p, d in zip(points, deviations, strict=True)]
     axes.fill_between(x, below, above, color=COLOURS[0], alpha=0.25, linewidth=0)
     return [
-        Patch(facecolor=COLOURS[0], alpha=0.15, linewidth=0, label=f"bf16, {training.n} seeds: smallest to largest"),
+        Patch(facecolor=COLOURS[0], alpha=0.15, linewidth=0, label=f"bf16, {seeds} seeds: smallest to largest"),
         Patch(facecolor=COLOURS[0], alpha=0.4, linewidth=0, label="bf16: mean ± standard deviation"),
     ]
 
 
 def _line(place: int, points: int) -> dict[str, Any]:
-    """Return the style of a curve."""
+    """Return the style of a curve: of colour and marker the pair differs."""
     return {
         "color": COLOURS[place % len(COLOURS)],
-        "marker": MARKERS[place % len(MARKERS)],
+        "marker": MARKERS[(place + place // len(COLOURS)) % len(MARKERS)],
         "linestyle": DASHES[place // len(COLOURS) % len(DASHES)],
         "linewidth": 1.5,
         "markersize": 4,

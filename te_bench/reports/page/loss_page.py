@@ -40,6 +40,11 @@ def losses(found: LossVerdict) -> Table | None:
     if c is None:
         return None
     tested, p = level(c.alpha), c.claims
+    each = "pairs" if c.paired else "runs a side"
+
+    def runs(needed: float | None) -> str:
+        return text.MISSING if needed is None else f"{text.count(needed)} {each}"
+
     within, below, above = (p.equivalent, p.non_inferior, p.inferior) if c.interval else (None, None, None)
     rows = (
         ("Runs", word(f"{c.n} pairs" if c.paired else f"{c.n} against {c.n_control}, unpaired")),
@@ -56,8 +61,8 @@ def losses(found: LossVerdict) -> Table | None:
         ("Correlation of the pairs", number(c.correlation, text.signed)),
         ("Power at a true gap of 0", number(c.power, text.percent)),
         ("Smallest margin with 80 % power", number(c.detectable)),
-        ("Runs needed for 80 % power", number(c.seeds_needed, text.count)),
-        ("To show what the measured gap is", number(c.seeds_needed_at_gap, text.count)),
+        ("Needed for 80 % power", number(c.seeds_needed, runs)),
+        ("To show what the measured gap is", number(c.seeds_needed_at_gap, runs)),
     )
     told = [{"What": word(name), "Value": value} for name, value in rows if value.text != text.MISSING]
     return table_of("losses", "Final losses", told)
@@ -97,7 +102,18 @@ def finals(found: LossVerdict) -> Table | None:
             {"Seed": word(seed), "Baseline": _loss(a), "Candidate": _loss(b), "Gap": _gap_of(a, b)}
             for seed, a, b in zip(m.seeds, m.baseline, m.candidate, strict=True)
         ]
-        return table_of("runs", "Every pair", rows)
+        without = [
+            {"Seed": word(f"{seed}, left out"), side: _loss(final), **dict.fromkeys((other, "Gap"), word(None))}
+            for side, other, arm in (
+                ("Baseline", "Candidate", found.baseline),
+                ("Candidate", "Baseline", found.candidate),
+            )
+            for seed, final in arm.final.items()
+            if seed not in m.seeds
+        ]
+        return table_of(
+            "runs", "Every pair, and runs without a partner" if without else "Every pair", [*rows, *without]
+        )
     arms = zip(ARMS, (found.baseline, found.candidate), strict=True)
     rows = [
         {"Side": word(side), "Run": word(seed), "Final loss": _loss(final)}
@@ -144,7 +160,7 @@ def _curves(found: LossVerdict) -> list[Drawing]:
         return []
     what = "training loss" if found.candidate.training else "loss"
     where = f"{what} against the step, each seed a thin line, their mean a thick one"
-    return [draw("losses", "losses", "Losses", where, _curve_figure(arms, what))]
+    return [draw("losses", "losses", "Losses", f"Losses: {where}", _curve_figure(arms, what))]
 
 
 def _curve_figure(arms: Sequence[Losses], what: str) -> Figure:
@@ -201,7 +217,7 @@ def _thinned(curve: Curve) -> Curve:
 
 def _gap(found: LossVerdict, c: LossComparison) -> Drawing:
     where = f"the mean gap over the margin {c.margin:g}; the verdict goes by its {level(c.alpha)} interval"
-    return draw("gap", "gap", "The gap against the margin", where, _forest(found, c))
+    return draw("gap", "gap", "The gap against the margin", f"The gap against the margin: {where}", _forest(found, c))
 
 
 def _forest(found: LossVerdict, c: LossComparison) -> Figure:

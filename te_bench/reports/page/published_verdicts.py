@@ -16,8 +16,9 @@ from te_bench.reports.convergence.study import Study
 from te_bench.reports.convergence.study_verdict import ArmVerdict, StudyVerdict
 from te_bench.reports.convergence.verdict import judge_group
 from te_bench.reports.page import text
-from te_bench.reports.page.table import Table, filled, number, word
-from te_bench.reports.page.verdict_tables import hours, interval, powers, within_hosts
+from te_bench.reports.page.table import filled, number, word
+from te_bench.reports.page.tables import escape, markdown
+from te_bench.reports.page.verdict_tables import half, hours, interval, powers, tighter, within_hosts
 
 NAMED = 3  # configurations that are named at most; the rest is counted
 
@@ -88,8 +89,11 @@ def named(names: Iterable[str], most: int = NAMED) -> str:
     return "; ".join([*every[:most], *([f"{len(every) - most} more"] if len(every) > most else [])])
 
 
-def table(results: Path) -> Table:
-    """Return a row for each verdict of each published study; pilots and exploration are left out."""
+def table(results: Path) -> str:
+    """Return a row for each verdict of each published study, in Markdown, and below what holds by tighter margins.
+
+    Pilots and exploration are left out.
+    """
     shown = [
         {
             "Training": word(training(row.found.study)),
@@ -105,7 +109,10 @@ def table(results: Path) -> Table:
         }
         for row in _rows(results.resolve())
     ]
-    return filled("verdicts", "Published verdicts", shown, text_columns=3)
+    studies = {id(row.found): row.found for row in _rows(results.resolve())}.values()
+    closer = [f"**{escape(training(found.study))}.** {escape(said)}\n" for found in studies if (said := tighter(found))]
+    made = markdown(filled("verdicts", "Published verdicts", shown, text_columns=3))
+    return "\n".join([made, *closer])
 
 
 def summary(results: Path) -> str:
@@ -149,7 +156,10 @@ def _gap(row: _Row) -> str | None:
     c = None if row.shown is None else row.shown.judgement.comparison
     if c is None:
         return None
-    return f"{text.signed(c.gap)}, {level(c.alpha)} {interval(c.interval)}" if c.interval else text.signed(c.gap)
+    if c.interval is None or (ends := c.interval_95) is None:
+        return text.signed(c.gap)
+    known = f"95 % {interval(ends)} (±{text.loss(half(ends))})"
+    return f"{text.signed(c.gap)}, {level(c.alpha)} {interval(c.interval)}, {known}"
 
 
 def _speed(row: _Row) -> Speedup | None:

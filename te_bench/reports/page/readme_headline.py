@@ -39,7 +39,7 @@ def figure(result: GroupResult) -> Drawing:
         for one in found
     ]
     caption = f"{result.group.title}, {result.group.where}"
-    return draw("headline", "headline", caption, alt, bars(drawn, "ms a step"))
+    return draw("headline", "headline", caption, f"{caption}: {alt}", bars(drawn, "ms a step"))
 
 
 def _time(one: FastestOfKind) -> str:

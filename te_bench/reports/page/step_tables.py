@@ -51,7 +51,7 @@ def _ladder_notes(result: GroupResult) -> list[str]:
     if any(step.energy_j for step in steps):
         notes.append(ENERGY_NOTE)
     how = ranking_notes(result.steps, steps)
-    if len({step.speedup.n for step in steps if step.speedup and not step.is_baseline}) > 1:
+    if result.steps.by_pairs:
         how.insert(
             1, "For a configuration with fewer runs than the baseline it is the baseline's time over the speed-up."
         )

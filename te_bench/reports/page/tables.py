@@ -1,7 +1,10 @@
 """List the report's tables by name, and write tables as Markdown and for a terminal."""
 
+import re
+import shutil
 import textwrap
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,8 @@ from te_bench.reports.page.headlines import headlines
 from te_bench.reports.page.table import Table
 
 TERMINAL_WIDTH = 100
-LEAST_NAME = 40  # characters of a name's line at least
+LEAST_SCREEN = 40  # characters of a line, however narrow the terminal
+LEAST_NAME, LEAST_WORD = 40, 20  # characters of a name's line: before columns are left out for it, and at least
 #: UNSHOWN: columns that a terminal does not show. GIVING_WAY: columns that it omits, in this order, to make room for names.
 UNSHOWN = ("TFLOP/s", "MFU")
 GIVING_WAY = (
@@ -121,26 +125,69 @@ def summary(directories: Sequence[Path]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def terminal(table: Table, across: int = TERMINAL_WIDTH) -> list[str]:
-    """Return the table's lines, with columns padded to their widest value; GIVING_WAY's columns make room for names.
+def screen(most: int | None = None) -> int:
+    """Return the columns of the terminal, at most `most`; TERMINAL_WIDTH where the output is no terminal."""
+    columns = max(LEAST_SCREEN, shutil.get_terminal_size((TERMINAL_WIDTH, 24)).columns)
+    return columns if most is None else min(columns, most)
 
-    A name that still has no room continues below, because its end may be all that distinguishes it.
+
+def terminal(table: Table, across: int = TERMINAL_WIDTH) -> list[str]:
+    """Return the table's rows, each of one line or more.
+
+    Where it is too wide, GIVING_WAY's columns go, and remarks in brackets go below. Then the widest column gives way first:
+    its cells continue below, because their ends may be all that distinguishes them.
     """
-    columns = [[column.title, *(row[i].text for row in table.rows)] for i, column in enumerate(table.columns)]
-    widths = [max(map(len, column)) for column in columns]
     kept = [i for i, column in enumerate(table.columns) if column.title not in UNSHOWN]
+    cells = [[column.title, *(row[i].text for row in table.rows)] for i, column in enumerate(table.columns)]
+    widths = [max(map(len, column)) for column in cells]
     for i in [i for title in GIVING_WAY for i in kept if table.columns[i].title == title]:
         if _room(widths, kept, across) < min(widths[0], LEAST_NAME):
             kept.remove(i)
-    width = max(12, min(widths[0], _room(widths, kept, across)))
-    lines = []
-    for line in zip(*(columns[i] for i in kept), strict=True):
-        first, *more = textwrap.wrap(line[0], width, subsequent_indent="  ", break_on_hyphens=False)
-        shown = [value.rjust(widths[i]) for value, i in zip(line[1:], kept[1:], strict=True)]
-        lines += ["  ".join([first.ljust(width), *shown]), *more]
-    return lines
+    below = []
+    if sum(widths[i] + 2 for i in kept) - 2 > across:
+        below = [line for i in kept if table.columns[i].numeric for line in _without_remarks(cells[0], cells[i])]
+    columns = _folded([cells[i] for i in kept], across)
+    widths = [max(len(line) for cell in column for line in cell) for column in columns]
+    rows = []
+    for row in zip(*columns, strict=True):
+        lines = []
+        for name, *values in zip_longest(*row, fillvalue=""):
+            shown = [value.rjust(width) for value, width in zip(values, widths[1:], strict=True)]
+            lines.append("  ".join([name.ljust(widths[0]), *shown]).rstrip())
+        rows.append("\n".join(lines))
+    return [*rows, *(part for line in below for part in _lines(line, across, "  "))]
 
 
 def _room(widths: Sequence[int], kept: Sequence[int], across: int) -> int:
     """Return the number of characters of a line that the other columns leave for names."""
     return across - sum(widths[i] + 2 for i in kept[1:])
+
+
+def _without_remarks(names: Sequence[str], cells: list[str]) -> list[str]:
+    """Take the remarks at the ends of a column's cells away, and return them in lines with the names of their rows."""
+    remarks: dict[str, list[str]] = {}
+    for place, cell in enumerate(cells[1:], start=1):
+        if found := re.fullmatch(r"(.*\S) \(([^()]+)\)", cell):
+            cells[place] = found[1]
+            remarks.setdefault(found[2], []).append(names[place])
+    return [f"{cells[0]}, {'; '.join(rows)}: {remark}" for remark, rows in remarks.items()]
+
+
+def _folded(columns: Sequence[Sequence[str]], across: int) -> list[list[list[str]]]:
+    """Return the lines of each cell of each column, so that the columns fit side by side if words can be kept whole."""
+    widths = [max(map(len, column)) for column in columns]
+    least = [max(len(word) for cell in column for word in cell.split() or [""]) for column in columns]
+    least[0] = min(least[0] + 2, LEAST_WORD)  # a name may be one long word
+    while sum(widths) + 2 * (len(widths) - 1) > across and (over := [i for i, w in enumerate(widths) if w > least[i]]):
+        widths[max(over, key=widths.__getitem__)] -= 1
+    values = [[_lines(cell, width) for cell in column] for column, width in zip(columns[1:], widths[1:], strict=True)]
+    taken = sum(2 + max(len(line) for cell in column for line in cell) for column in values)
+    return [[_lines(name, max(widths[0], across - taken), "  ") for name in columns[0]], *values]
+
+
+def _lines(cell: str, width: int, indent: str = "") -> list[str]:
+    """Wrap a cell; an interval stays on one line where that has room."""
+    whole = re.sub(r"\[[^]]*\]", lambda interval: interval[0].replace(" ", "\0"), cell)
+    kept = whole if max(map(len, whole.split()), default=0) <= width else cell
+    lines = textwrap.wrap(kept, width, subsequent_indent=indent, break_on_hyphens=False)
+    return [line.replace("\0", " ") for line in lines] or [""]

@@ -15,11 +15,12 @@ POINTS = 1000  # spikes are counted per so many logged points
 
 def curves(comparison: TrainingComparison) -> Table | None:
     """Return the table of what each configuration of a training comparison reached."""
+    study = any(training.configuration.trial.problem.get("arm") == "aa" for training in comparison.trainings)
     shown = [
         {
             "Configuration": label(training.configuration),
             "Best validation loss": _best(training),
-            "Less bf16's": number(comparison.behind(training), _signed),
+            "Less the control's" if study else "Less bf16's": number(comparison.behind(training), _signed),
             "Steps": number(training.steps_done, text.count),
             "Batch": number(training.batch, text.count),
             "Tokens": number(training.tokens, text.thousands),
@@ -30,7 +31,11 @@ def curves(comparison: TrainingComparison) -> Table | None:
     ]
     against = comparison.reference.configuration.label if comparison.reference else None
     hidden = any(training.hidden for training in comparison.trainings)
-    note = f"bf16's is that of {against}." if against else "" if hidden else "No bf16 configuration to compare with."
+    if study:
+        said = f"The control is {against}; a verdict's gap may be to the mean of it and of A/A."
+    else:
+        said = f"bf16's is that of {against}."
+    note = said if against else "" if hidden else "No bf16 configuration to compare with."
     if any(training.deviation is not None for training in comparison.trainings):
         note += " ± is the standard deviation over seeds."
     if hidden:

@@ -9,6 +9,7 @@ from te_bench.reports.convergence.effort import Effort, effort_of
 from te_bench.reports.convergence.equivalence import compare, level
 from te_bench.reports.convergence.speedup import Speedup
 from te_bench.reports.convergence.study_verdict import ArmVerdict, StudyVerdict
+from te_bench.reports.convergence.verdict import judge_study
 from te_bench.reports.page import text
 from te_bench.reports.page.table import Table, Value, number, speedup, table_of, word
 
@@ -22,9 +23,10 @@ def gaps(found: StudyVerdict) -> Table | None:
         against = f"the mean of {whose} two runs on the same seed"
     note = (
         f"Gap: final validation loss less {against}, both evaluated in bf16; above 0 is worse; in per cent of {whose} loss. "
-        f"{effort(found)}. Power: to show equivalence at a true gap of 0. Detectable: the smallest margin with "
-        "80 % power. By t: Student's interval, too narrow where gaps are skewed. Natively: evaluated as it trains. Training "
-        "loss: over the last tenth of the steps, and its gap. "
+        f"{effort(found)}. The test uses the {level(found.alpha)} interval; ±: half of the 95 % one. Power: to show "
+        "equivalence at a true gap of 0, at the hardest step of Holm's procedure. Detectable: the smallest margin with 80 % "
+        "power there. By t: Student's interval, too narrow where gaps are skewed. Natively: evaluated as it trains. "
+        "Training loss: over the last tenth of the steps, and its gap. "
     )
     if found.study.two_bf16_runs:
         note += f"A/A is the second of {whose} two runs; its gap and the planted fault's are to the first. "
@@ -50,6 +52,25 @@ def effort(found: StudyVerdict) -> str:
     said += f", power {shown} at a true gap of 0" if (shown := powers(found.recipes)) else ""
     every = "" if cost.done == cost.planned else f" of {cost.planned}"
     return f"{said}; {cost.done}{every} runs, {hours(cost)}"
+
+
+def tighter(found: StudyVerdict) -> str | None:
+    """Return the verdicts by the tighter margin that the plan states beside its own: a sentence; None without one."""
+    margin = found.study.number("tighter")
+    if margin in (None, found.margin) or found.exploration or not found.stands:
+        return None
+    by_it = judge_study(found.study, margin=margin)
+    said = [f"{one.arm.name} {by_it.label(one)}{_alone(one)}" for one in by_it.recipes if one.judgement.comparison]
+    return f"At {margin:g} nat, also fixed beforehand: {'; '.join(said)}." if said else None
+
+
+def _alone(finding: ArmVerdict) -> str:
+    """Return a recipe's own verdict in parentheses, if what it is judged with changes that; else nothing."""
+    c = finding.judgement.comparison
+    if c is None or c.verdict is finding.verdict:
+        return ""
+    why = "the recipe that is judged first does not pass" if finding.judgement.waits else "not after Holm's correction"
+    return f" ({c.verdict} alone, {why})"
 
 
 def powers(findings: Iterable[ArmVerdict]) -> str | None:
@@ -97,6 +118,8 @@ def _gap_row(finding: ArmVerdict, found: StudyVerdict) -> dict[str, Value]:
         "Gap, nat": number(c.gap if c else None, text.signed),
         "Gap, %": number(percent, lambda value: text.MISSING if value is None else f"{value:+.2f}"),
         level(found.alpha): word(interval(c.interval if c else None)),
+        "95 %": word(interval(c.interval_95 if c else None)),
+        "± of 95 %": number(half(c.interval_95) if c else None, text.loss),
         "By t": word(interval(c.t_interval if c else None)),
         "p, Holm": number(claims.equivalent if claims else None, text.probability),
         **numbers,
@@ -155,7 +178,13 @@ def brief(found: StudyVerdict) -> Table | None:
         return None
     runs = "Pairs" if found.study.pool is None else "Runs"
     narrow = ("Configuration", "Verdict", "Gap, nat", level(found.alpha), runs, "To equal loss")
-    return dataclasses.replace(whole.only(narrow), name="verdict_brief", note=f"{effort(found)}.")
+    note = " ".join(filter(None, [f"{effort(found)}.", tighter(found)]))
+    return dataclasses.replace(whole.only(narrow), name="verdict_brief", note=note)
+
+
+def half(ends: tuple[float, float] | None) -> float | None:
+    """Return half of an interval's width."""
+    return None if ends is None else (ends[1] - ends[0]) / 2
 
 
 def interval(ends: tuple[float, float] | None) -> str | None:

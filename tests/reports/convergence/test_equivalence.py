@@ -257,6 +257,23 @@ def test_the_primary_candidate_has_all_of_alpha_and_the_others_pass_only_after_i
     assert (stays.verdict, stays.claims.equivalent) == (Verdict.INCONCLUSIVE, 1)
 
 
+def test_power_and_what_it_could_have_shown_are_those_of_holm_s_hardest_step():
+    """The share of studies in which a candidate passes at rank 1 of its family; the primary one has the whole of alpha."""
+    family = {name: arms(seed=seed) for seed, name in enumerate("abcd")}
+    alone = {name: compare(*pair, margin=MARGIN) for name, pair in family.items()}
+    for primary, alpha in (
+        (None, dict.fromkeys("abcd", 0.05 / 4)),
+        ("a", {"a": 0.05, **dict.fromkeys("bcd", 0.05 / 3)}),
+    ):
+        for name, judged in judge(family, margin=MARGIN, primary=primary).items():
+            sd, found = alone[name].sd, judged.comparison
+            assert found.power == pytest.approx(power.power(10, sd, MARGIN, alpha=alpha[name]))
+            assert power.power(10, sd, found.detectable, alpha=alpha[name]) == pytest.approx(0.8, abs=0.01)
+            assert found.seeds_needed == power.seeds_needed(sd, MARGIN, alpha=alpha[name])
+    [one] = judge({"a": family["a"]}, margin=MARGIN).values()
+    assert one.comparison == alone["a"]
+
+
 def test_a_candidate_that_waits_for_the_primary_one_says_so_and_asks_for_no_seeds_of_its_own():
     good, bad = arms(seed=0, sd=SD / 4), arms(MARGIN, seed=2)
     found = judge({"a": good, "b": bad}, margin=MARGIN, primary="b")

@@ -230,9 +230,10 @@ def test_a_run_that_ends_far_above_its_arm_is_told():
 
 def test_arms_that_do_not_pair_are_told():
     a, b = arm("A", {"1": 1.0, "2": 2.0, "3": 3.0}), arm("B", {"1": 1.0, "2": 2.0})
-    for pair in ((a, b), (b, a)):
-        with pytest.raises(ValueError, match="seed 3 is only in A"):
-            match_runs(*pair, paired=True)
+    with pytest.raises(
+        ValueError, match="no run of one side has its seed in the other: seeds 1, 2, 3 of A and seed 4 of C"
+    ):
+        match_runs(a, arm("C", {"4": 1.0}), paired=True)
     unpaired = match_runs(a, b, paired=False)
     assert (unpaired.baseline, unpaired.candidate) == ((1, 2, 3), (1, 2))
     rows = [arm(name, {str(i): 1.0 for i in range(n)}, seeded=False) for name, n in (("A", 3), ("B", 2))]
@@ -244,6 +245,35 @@ def test_arms_that_do_not_pair_are_told():
     for paired in (True, False):
         with pytest.raises(ValueError, match="curves end at step 100 in A and at step 90 in B"):
             match_runs(*lengths, paired=paired)
+
+
+@pytest.mark.parametrize(
+    ("seeds", "pairs"),
+    [
+        (("12345678", "1235678"), "1235678"),
+        (("12345678", "1357"), "1357"),
+        (("3567", "12345678"), "3567"),
+        (("1234567", "2345678"), "234567"),
+        (("12345678", "6789"), "678"),
+        (("1234567", "567890"), ""),  # a chance meeting, which would cost most runs
+        (("12345678", "890"), ""),
+        (("12", "12"), "12"),
+    ],
+)
+def test_seeds_that_are_in_both_arms_are_pairs_by_default_if_most_runs_have_one(seeds, pairs):
+    a, b = (
+        arm(name, {s: 3 + int(s) + off for s in side}) for name, off, side in zip("AB", (0, 0.5), seeds, strict=True)
+    )
+    found = match_runs(a, b, paired=None)
+    assert found.seeds == tuple(pairs)
+    if pairs:
+        assert (found.baseline, found.candidate) == (
+            tuple(3 + int(s) for s in pairs),
+            tuple(3.5 + int(s) for s in pairs),
+        )
+    else:
+        assert (len(found.baseline), len(found.candidate)) == tuple(map(len, seeds))
+        assert match_runs(a, b, paired=True).seeds == tuple(s for s in seeds[0] if s in seeds[1])
 
 
 def curves(name, *losses):

@@ -66,8 +66,7 @@ def test_without_validation_on_either_side_the_mean_training_loss_of_the_last_te
     assert a.training
     assert b.final["0"] == pytest.approx(sum(train(step) for step in range(900, 1001, 10)) / 11)
     found = judge_losses(a, b, margin=0.003)
-    assert found.matched.seeds == ()
-    assert any("the runs are not paired, because seed 3 of " in note for note in found.notes)
+    assert found.matched.seeds == ("0", "1", "2")
     assert any("which do not show overfitting" in note for note in found.notes)
 
 
@@ -114,6 +113,45 @@ def test_runs_of_the_same_names_are_pairs_and_others_are_not(tmp_path):
     assert judge_losses(*read_arms([a], [b]), margin=0.003).matched.seeds == tuple(f"run-{n}.log" for n in range(4))
     c = arm(tmp_path / "c", 0.001, name="other-{}.log", val=0.0)
     assert judge_losses(*read_arms([a], [c]), margin=0.003).matched.seeds == ()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "pair"),
+    [
+        ("bf16_run{}.log", "FP8_run{}.log", "run2.log"),
+        ("run-{}.bf16.log", "run-{}.nvfp4.log", "run-2.log"),
+        ("run{}/baseline/out.log", "run{}/candidate/out.log", "run2/out.log"),
+        ("bf16.{}.log", "te-fp8-e4m3.{}.log", "2.log"),
+    ],
+)
+def test_the_words_of_a_side_do_not_part_the_names_of_a_pair(ours, theirs, pair, tmp_path):
+    folders = arm(tmp_path / "a", name=ours, val=0.0), arm(tmp_path / "b", 0.001, name=theirs, val=0.0)
+    found = judge_losses(*read_arms([folders[0]], [folders[1]]), margin=0.003)
+    assert found.matched.seeds[2] == pair
+    assert found.comparison.n == 4
+
+
+def test_names_that_the_words_of_a_side_alone_tell_apart_stay_as_they_are(tmp_path):
+    a = arm(tmp_path / "a", name="bf16_run{}.log", val=0.0)
+    for seed, side in enumerate(("fp8", "mxfp8", "nvfp4")):
+        nanogpt(
+            tmp_path / "b" / f"{side}_run1.log", val=lambda step, seed=seed: 3.01 + seed * 1e-4 + math.exp(-step / 60)
+        )
+    assert list(read_arms([a], [tmp_path / "b"])[1].final) == ["fp8_run1.log", "mxfp8_run1.log", "nvfp4_run1.log"]
+    (a / "bf16_run3.log").rename(a / "fp8_run3.log")
+    with pytest.raises(ValueError, match=r"holds runs of both sides, bf16_run2\.log and fp8_run3\.log"):
+        judge_losses(*read_arms([a], [tmp_path / "b"]), margin=0.003)
+
+
+def test_a_folder_of_what_the_trainer_prints_is_told_what_to_give(two, tmp_path):
+    for seed in range(3):
+        warnings = "Some weights were not initialised.\n" * 200
+        text = f"{warnings}{{'loss': 3.{seed}, 'grad_norm': 1.5, 'learning_rate': 5e-05, 'epoch': 0.01}}\n"
+        run_logs.written(tmp_path / "printed" / f"seed{seed}.log", text)
+    with pytest.raises(
+        ValueError, match=r"seed0\.log is what Hugging Face's Trainer prints, .*: give its trainer_state\.json"
+    ):
+        read_arms([two[0]], [tmp_path / "printed"])
 
 
 def test_a_resumed_log_counts_its_later_losses_and_says_so(two):

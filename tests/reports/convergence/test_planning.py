@@ -11,29 +11,31 @@ from journals import record
 
 from te_bench.experiments import plan
 from te_bench.experiments.spec import Options, Record
-from te_bench.reports.convergence import planning, power
+from te_bench.reports.convergence import design, planning, power
 from te_bench.reports.convergence.planning import Spread
 from te_bench.reports.convergence.skewed import mean_of
 
 ASSUMED = Spread(sd=0.0019, correlation=0.0, pairs=8)
+SURE = 1_000_000  # pairs, by which the spread's upper bound is the spread
 
 # ---- power
 
 
-def test_an_outlook_is_the_exact_power_of_its_seeds_alone_and_after_holm() -> None:
+def test_an_outlook_is_the_exact_power_of_its_seeds_alone_and_after_holm_by_the_spread_s_upper_bound() -> None:
     spread = Spread(sd=0.0019, correlation=0.5, pairs=8)
-    found = planning.outlook(seeds=8, margin=0.003, alpha=0.05, recipes=4, spread=spread)
+    found = planning.outlook(seeds=8, margin=0.004, alpha=0.05, recipes=4, spread=spread)
     assert spread.gap_sd == pytest.approx(0.0019)  # sd sqrt(2 (1 - 1/2))
-    assert found.alone.power == pytest.approx(power.power(8, 0.0019, 0.003, alpha=0.05))
-    assert found.hardest.power == pytest.approx(power.power(8, 0.0019, 0.003, alpha=0.0125))
+    sd = power.at_most(0.0019, 7)
+    assert found.alone.power == pytest.approx(power.power(8, sd, 0.004, alpha=0.05))
+    assert found.hardest.power == pytest.approx(power.power(8, sd, 0.004, alpha=0.0125))
     assert found.hardest.power < found.alone.power
-    needed = tuple(power.seeds_needed(0.0019, 0.003, alpha=alpha) for alpha in (0.05, 0.0125))
+    needed = tuple(power.seeds_needed(sd, 0.004, alpha=alpha) for alpha in (0.05, 0.0125))
     assert (found.alone.seeds_needed, found.hardest.seeds_needed) == needed
 
 
 def test_power_is_what_simulated_runs_show() -> None:
     """5,000 runs of 6 pairs with the sd and correlation of the spread: how often TOST claims equivalence."""
-    spread = Spread(sd=0.0019, correlation=0.4, pairs=9)
+    spread = Spread(sd=0.0019, correlation=0.4, pairs=SURE)
     found = planning.outlook(seeds=6, margin=0.003, alpha=0.05, recipes=1, spread=spread)
     covariance = spread.sd**2 * np.array([[1, spread.correlation], [spread.correlation, 1]])
     pairs = np.random.default_rng(3).multivariate_normal([0, 0], covariance, size=(5000, 6))
@@ -45,7 +47,7 @@ def test_power_is_what_simulated_runs_show() -> None:
 
 def test_a_recipe_and_aa_are_shown_as_often_as_by_simulated_runs_of_two_bf16_a_seed() -> None:
     """A/A, one run less another, varies more than a recipe's loss less the mean of two, and may void what is shown."""
-    spread = Spread(sd=0.0019, correlation=0.4, pairs=9, bf16_runs=2)
+    spread = Spread(sd=0.0019, correlation=0.4, pairs=SURE, bf16_runs=2)
     found = planning.outlook(seeds=6, margin=0.004, alpha=0.05, recipes=1, spread=spread)
     shared, own = (spread.sd * math.sqrt(part) for part in (spread.correlation, 1 - spread.correlation))
     draw = np.random.default_rng(4)
@@ -62,16 +64,17 @@ def test_a_recipe_and_aa_are_shown_as_often_as_by_simulated_runs_of_two_bf16_a_s
         float((both[0] & both[1]).mean()), abs=0.02
     )
     assert found.aa_is_weaker
+    spread = Spread(sd=0.0019, correlation=0.4, pairs=9, bf16_runs=2)
     enough = next(n for n in range(3, 40) if planning.outlook(
         seeds=n, margin=0.004, alpha=0.05, recipes=1, spread=spread
-    ).cautious.power >= power.POWER)  # fmt: skip
+    ).decisive.power >= power.POWER)  # fmt: skip
     assert planning.outlook(seeds=enough, margin=0.004, alpha=0.05, recipes=1, spread=spread).underpowered
 
 
 def test_one_seed_shows_nothing() -> None:
     found = planning.outlook(seeds=1, margin=0.003, alpha=0.05, recipes=2, spread=ASSUMED)
     assert (found.alone.power, found.alone.detectable) == (None, None)
-    assert found.alone.seeds_needed == power.seeds_needed(ASSUMED.gap_sd, 0.003)
+    assert found.alone.seeds_needed == power.seeds_needed(ASSUMED.gap_sd_at_most, 0.003)
 
 
 # ---- spread
@@ -96,6 +99,15 @@ def test_the_spread_is_of_single_runs_where_a_recipe_is_held_to_the_mean_of_two(
     assert found.correlation == pytest.approx(np.corrcoef(bf16, recipes)[:2, 2:].mean(), abs=0.03)
     assert found.gap_sd == pytest.approx((recipes - bf16.mean(axis=0)).std(ddof=1, axis=1).mean(), rel=0.01)
     assert found.aa_sd == pytest.approx((bf16[1] - bf16[0]).std(ddof=1), rel=0.2)
+
+
+def test_the_gap_to_expect_of_a_measured_training_is_gpt2_s_share_of_bf16_s_loss(tmp_path: Path) -> None:
+    """Whatever the recipes' own gaps are, which a plan never reads."""
+    for number, gap in enumerate((0.0, 0.5)):
+        records = study_records({**TRUTH, "delayed_scaling": gap}, seeds=range(5))
+        study = study_of(tmp_path / f"{number}", records)
+        assert planning.spread([study], arm_trial("control", 0)).gap == pytest.approx(0.0019 * 3.28, rel=0.01)
+        assert design.run_spread([study], arm_trial("control", 0)).gap == pytest.approx(0.0019 * 3.28, rel=0.01)
 
 
 def test_neither_a_recipe_s_gap_nor_another_training_s_spread_is_our_spread(tmp_path: Path) -> None:
@@ -202,9 +214,9 @@ def test_a_spread_of_few_pairs_is_planned_for_at_its_upper_bound() -> None:
 def test_a_plan_has_power_by_the_upper_bound_or_is_underpowered() -> None:
     spread = Spread(sd=0.001, correlation=0.5, pairs=5)
     few = planning.outlook(seeds=6, margin=0.003, alpha=0.05, recipes=1, spread=spread)
-    assert few.alone.power > 0.8
+    assert power.power(6, spread.gap_sd, 0.003) > 0.8
     assert few.underpowered
-    needed = few.cautious.seeds_needed
+    needed = few.decisive.seeds_needed
     enough = planning.outlook(seeds=needed + 1, margin=0.003, alpha=0.05, recipes=1, spread=spread)
     assert not enough.underpowered
     nothing_to_claim = planning.outlook(seeds=3, margin=0.003, alpha=0.05, recipes=0, spread=spread)

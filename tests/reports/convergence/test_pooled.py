@@ -177,6 +177,15 @@ def test_a_study_s_verdicts_are_by_holm_over_its_recipes():
         assert c.interval[0] < c.gap < c.interval[1]
 
 
+def test_power_and_what_it_could_have_shown_are_those_of_holm_s_hardest_step():
+    for judged in pool_study.judge_recipes(study(np.random.default_rng(1), [0] * 4, sd=0.8), MARGIN, 0.05, {}).values():
+        c = judged.comparison
+        hardest = {"ratio": 3, "alpha": 0.05 / 4}
+        assert 0.1 < c.power < 0.95
+        assert c.power == pytest.approx(pooled.power(12, c.sd / math.sqrt(2), MARGIN, **hardest))
+        assert pooled.power(12, c.sd / math.sqrt(2), c.detectable, **hardest) == pytest.approx(0.8, abs=0.01)
+
+
 def test_aa_is_held_to_the_control_s_runs_alone():
     one = study(np.random.default_rng(2), [0])
     c = pool_study.judge_aa(one, MARGIN, 0.05).comparison

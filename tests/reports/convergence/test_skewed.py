@@ -117,7 +117,7 @@ def planned_by_a_pilot(gaps: np.ndarray, recipes: int, fewest: int) -> np.ndarra
     for step in np.unique(steps):
         spread = planning.Spread(sd=math.exp(step / 50) / math.sqrt(2), correlation=0.0, pairs=gaps.shape[2])
         found = planning.outlook(seeds=fewest, margin=MARGIN, alpha=0.05, recipes=recipes, spread=spread)
-        needed[step] = min(max(found.cautious.seeds_needed or most, fewest), most)
+        needed[step] = min(max(found.decisive.seeds_needed or most, fewest), most)
     return np.array([needed[step] for step in steps])
 
 

@@ -52,6 +52,37 @@ def test_the_interval_has_the_share_of_both_sources():
         assert high - low > alone.less_time_interval[1] - alone.less_time_interval[0]
 
 
+def test_the_interval_holds_the_doubt_of_the_slope():
+    """A loss that flattens at its end: a gap costs ten times as many steps by the last eighth's slope."""
+    flattening = np.where(STEPS <= 900, STEPS, 900 + 0.1 * (STEPS - 900))
+    curves = 3 + SLOPE * flattening + 0.01 * np.arange(5)[:, None]
+    found = matched(curves, [0.002] * 5, ours=(0.08,) * 3)
+    quarter, eighth = (-np.polyfit(STEPS[late], curves[0, late], 1)[0] for late in (STEPS >= 750, STEPS >= 875))
+    assert eighth < 0.5 * quarter
+    assert found.more_steps == pytest.approx(0.002 / quarter)
+    assert found.more_steps_interval == pytest.approx((0.002 / quarter, 0.002 / eighth))
+    low, high = found.to_equal_loss.low, found.to_equal_loss.high
+    assert high == pytest.approx(found.to_equal_loss.value)
+    assert low == pytest.approx(1 / (0.8 * (1 + 0.002 / eighth / 1000)))
+
+
+def test_few_losses_in_the_last_eighth_are_filled_up_to_three_and_of_a_quarter_s_three_two_remain():
+    for steps, kept in (([0, 1600, 1800, 2000, 2035], 3), ([0, 240, 270, 300], 2)):
+        at = np.array(steps)
+        curves = np.stack([3 - 0.1 * np.log1p(at), 3.1 - 0.1 * np.log1p(at)])
+        found = capability_matched(at, curves, curves[:, -1] + 1e-3, control_step_s=[1, 1], candidate_step_s=[1, 1])
+        slope = np.polyfit(at[-kept:], curves[0, -kept:], 1)[0]
+        assert found.more_steps_interval[1] == pytest.approx(1e-3 / -slope)
+
+
+def test_a_loss_whose_last_eighth_does_not_fall_brings_no_interval():
+    level = 3 + SLOPE * np.minimum(STEPS, 850) + 0.01 * np.arange(5)[:, None]
+    found = matched(level, [0.0005] * 5)
+    assert found.less_time is not None
+    assert (found.more_steps_interval, found.less_time_interval) == (None, None)
+    assert found.reason == "no interval: these seeds do not tell the slope of the last eighth from 0"
+
+
 def test_fieller_holds_the_ratio_in_95_per_cent():
     draw = np.random.default_rng(0)
     held = 0

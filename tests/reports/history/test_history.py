@@ -58,7 +58,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> History:
 
 def test_each_cell_is_a_series_of_a_point_a_commit(found: History) -> None:
     cell = "train_step/gpt2-b12-t1024-V50304/{}/bf16/eager"
-    assert [one.name for one in found.series] == [*map(cell.format, ("manual", "flash", "cudnn"))]
+    assert [one.only for one in found.series] == [*map(cell.format, ("manual", "flash", "cudnn"))]
+    kernels = ("written-out", "flash", "cuDNN")
+    assert [one.name for one in found.series] == [f"PyTorch eager bf16, {kernel} attention" for kernel in kernels]
     for one in found.series:
         assert [point.commit for point in one.points] == [f"{n:02}abababab" for n in range(1, 25)]
         assert one.where == journals.H200
@@ -110,8 +112,10 @@ def test_machines_quantities_and_settings_are_series_of_their_own(tmp_path: Path
         records += [dataclasses.replace(r, environment=body["id"]) for r in journals.attention_records()[:1]]
         journals.write(tmp_path / name, records, body=body)
     found = load_history([tmp_path / "a", tmp_path / "b"])
-    names = [one.name for one in found.series]
-    assert len(set(names)) == 4  # two configurations whose names are alike, forward and backward
+    names = [one.only for one in found.series]
+    assert (
+        len(set(names)) == len({one.name for one in found.series}) == 4
+    )  # two configurations whose names are alike, forward and backward
     assert sorted({one.where for one in found.series}) == ["NVIDIA H100", journals.H200]
     assert len(found.series) == 8
     assert {name.rsplit("/", 1)[1] for name in names if name.startswith("attention/")} == {"forward", "backward"}
@@ -144,7 +148,7 @@ def test_trials_that_did_not_end_ok_are_no_points_even_where_they_were_timed(tmp
 
 def test_only_chooses_by_name(tmp_path: Path) -> None:
     runs = commits(tmp_path, {}, number=1)
-    assert [one.name.split("/")[2] for one in load_history(runs, only="*/flash/*").series] == ["flash"]
+    assert [one.only.split("/")[2] for one in load_history(runs, only="*/flash/*").series] == ["flash"]
     with pytest.raises(ValueError, match=r"--only nothing: no timed series matches; there are train_step/"):
         load_history(runs, only="nothing")
 
@@ -179,7 +183,7 @@ def test_imported_files_of_pytest_benchmark_have_a_history(tmp_path: Path) -> No
 def test_the_table_names_the_commit_the_size_and_its_interval(found: History) -> None:
     table = history_page.changes(found)
     first, second = ([value.text for value in row] for row in table.rows)
-    assert first[0].endswith("flash/bf16/eager")  # the greatest slow-down first
+    assert first[0] == "PyTorch eager bf16, flash attention"  # the greatest slow-down first
     assert first[2].startswith("15abababab")
     assert first[3].startswith("+")
     assert second[3].startswith("−10.")
@@ -200,7 +204,7 @@ def test_a_change_that_may_lie_at_several_commits_says_which(tmp_path: Path) -> 
 def test_headline_and_terminal_name_the_greatest_slow_down(found: History, tmp_path: Path) -> None:
     said = history_page.headline(found)
     assert said.startswith("2 changes of level in 3 series; the greatest slow-down: +")
-    assert "flash/bf16/eager at 15abababab" in said
+    assert "flash attention at 15abababab" in said
     quiet = load_history(commits(tmp_path / "quiet", {}, number=3))
     assert history_page.headline(quiet) == "No change of level in 3 series."
     faster = load_history(commits(tmp_path / "faster", {"cudnn": {8: 0.8}}, number=16), only="*/cudnn/*")
@@ -209,7 +213,7 @@ def test_headline_and_terminal_name_the_greatest_slow_down(found: History, tmp_p
     assert {row[4].text for row in history_page.series(quiet).rows} == {"—"}  # short series are marked
     lines = history_page.terminal(found).splitlines()
     assert max(map(len, lines[1:])) <= 100
-    assert any("/flash/" in line and "15abababab" in line and " +" in line for line in lines[1:])
+    assert any("flash attention " in line and "15abababab" in line and " +" in line for line in lines[1:])
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +232,8 @@ def test_the_page_holds_its_figures_and_fetches_nothing(page: Path) -> None:
     text = (page.parent / "history.md").read_text()
     assert "](figures/history-1.svg)" in text
     assert "## Changes of level\n\n| Configuration | Machine |" in text
-    assert "| flash" not in text  # names are whole
+    assert "| PyTorch eager bf16, flash attention |" in text
+    assert "-b12-t1024-V50304/flash/bf16/eager |" in text  # for --only
     assert "|\n\nFound by" in text  # a note is no row
 
 

@@ -36,6 +36,13 @@ def drawings(result):
     return drawn(result)
 
 
+def test_a_description_says_each_thing_once(drawings):
+    for name, drawing in drawings.items():
+        words = re.split(r": | on ", drawing.alt)
+        assert len(words) == len({word.partition(",")[0] for word in words}), (name, drawing.alt)
+        assert drawing.alt.startswith(drawing.caption)
+
+
 FLOP = ("forward_flop", "backward_flop")
 KINDS = ("ladder", "memory", "floor_kinds", "layer_time", "loss_step", "loss_time", "max_batch")
 KINDS += ("attention", "attention-2", "attention-3", "numerics")

@@ -117,6 +117,27 @@ def test_of_what_is_not_told_apart_bf16_is_to_be_used_and_the_least_memory(tmp_p
     assert rest[-1].startswith("These times do not say whether FP8 trains like bf16. ")
 
 
+def test_two_runs_beside_more_are_too_few_to_rank_and_alike_memory_does_not_decide(tmp_path):
+    times = {"flash": (10.0, 10.4, 10.2), "cudnn": (10.1, 10.3, 10.3), "math": (12.0, 18.0)}
+    gib = {"flash": 2.42, "cudnn": 2.41, "math": 2.0}
+    runs = [(name, seed, ms) for name, each in times.items() for seed, ms in enumerate(each)]
+    records = [step_record(trial(attention=name, seed=seed), ms, gib[name]) for name, seed, ms in runs]
+    use, others, *_ = sentences(tmp_path, records)
+    assert use.startswith("Use PyTorch eager bf16, flash attention: 10.2 ms")
+    assert "Not distinguished from it, any may be the fastest: PyTorch eager bf16, cuDNN attention (10.2 ms)" in others
+    assert others.endswith(" Too few runs to rank: PyTorch eager bf16, math attention (14.7 ms, 2 runs).")
+    assert "least memory" not in others
+
+
+def test_reserved_memory_is_called_that(tmp_path):
+    records = []
+    for name, ms, gib in (("flash", 10.0, 2.0), ("manual", 30.0, 4.0)):
+        of = trial(attention=name, mode="compile-reduce-overhead")
+        records.append(step_record(of, ms, gib))
+    (said, *_) = sentences(tmp_path, records, baseline=records[1].trial.cell)
+    assert "with 50 % of its reserved memory" in said
+
+
 def test_beside_times_of_fp8_stands_what_is_published_of_its_convergence(tmp_path):
     def said(**changed):
         fp8 = trial(precision="fp8", recipe="delayed_scaling", **changed)

@@ -1,6 +1,7 @@
 import dataclasses
 import re
 
+import pytest
 from journals import (
     HOSTILE,
     attention_records,
@@ -18,8 +19,8 @@ from journals import (
 from te_bench.reports.group_result import load_report
 from te_bench.reports.page import answers
 from te_bench.reports.page.headlines import headlines
-from te_bench.reports.page.table import word
-from te_bench.reports.page.tables import TABLES, markdown, summary, tables_of
+from te_bench.reports.page.table import filled, word
+from te_bench.reports.page.tables import TABLES, markdown, summary, tables_of, terminal
 
 
 def table_of(tmp_path, name, records, **settings):
@@ -309,6 +310,47 @@ def test_markdown_keeps_hostile_text_as_text(tmp_path):
 def test_word():
     assert (word(None).text, word("").text, word(0).text) == ("—", "—", "0")
     assert word("a\nb").text == "a b"
+
+
+@pytest.mark.parametrize(
+    ("across", "lines"),
+    [
+        (
+            72,
+            [
+                "Configuration               Verdict       90 %  Pairs  To equal loss",
+                "delayed scaling E4M3,  INCONCLUSIVE  [+0.0013,     12          1.25×",
+                "  fused, FP8 head                     +0.0061]          [1.24, 1.26]",
+                "bf16, A/A                EQUIVALENT  [-0.0025,     12          1.00×",
+                "                                      +0.0025]          [0.99, 1.01]",
+            ],
+        ),
+        (
+            90,
+            [
+                "Configuration                      Verdict                90 %  Pairs       To equal loss",
+                "delayed scaling E4M3, fused,  INCONCLUSIVE  [+0.0013, +0.0061]     12  1.25× [1.24, 1.26]",
+                "  FP8 head",
+                "bf16, A/A                       EQUIVALENT  [-0.0025, +0.0025]     12  1.00× [0.99, 1.01]",
+            ],
+        ),
+    ],
+)
+def test_in_a_narrow_terminal_remarks_go_below_and_then_the_widest_column_gives_way(across, lines):
+    titles = ("Configuration", "Verdict", "90 %", "Pairs", "To equal loss")
+    name, remark = "delayed scaling E4M3, fused, FP8 head", "11 of 12 pairs share a host"
+    cells = [
+        (name, "INCONCLUSIVE", "[+0.0013, +0.0061]", "12", f"1.25× [1.24, 1.26] ({remark})"),
+        ("bf16, A/A", "EQUIVALENT", "[-0.0025, +0.0025]", "12", f"1.00× [0.99, 1.01] ({remark})"),
+    ]
+    rows = [dict(zip(titles, map(word, row), strict=True)) for row in cells]
+    shown = "\n".join(terminal(filled("x", "", rows, text_columns=2), across)).splitlines()
+    assert shown[: len(lines)] == lines
+    said = f"To equal loss, {name}; bf16, A/A: {remark}"
+    assert " ".join(" ".join(shown[len(lines) :]).split()) == said
+    assert max(map(len, shown)) <= across
+    wide = "\n".join(terminal(filled("x", "", rows, text_columns=2), 160)).splitlines()
+    assert [line.endswith(f"] ({remark})") for line in wide] == [False, True, True]
 
 
 def test_summary_fits_a_terminal(tmp_path):

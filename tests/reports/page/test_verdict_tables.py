@@ -9,6 +9,7 @@ import pytest
 from contrast import faint_texts
 from convergence_runs import JUDGEMENT, TRUTH, run_record, study_records, write_study
 from journals import only_group, result_of
+from matplotlib.figure import Figure
 
 from te_bench.experiments.spec import Record
 from te_bench.reports.group_result import load_report
@@ -103,12 +104,43 @@ def test_gaps_reasons_and_stability_of_every_arm(run: Path) -> None:
     }
     assert by_arm["delayed scaling"]["Pairs"] == "5"
     assert re.fullmatch(r"\[[+-]0\.00\d\d, [+-]0\.00\d\d\]", by_arm["delayed scaling"]["90 %"])
+    low, high = map(float, by_arm["delayed scaling"]["95 %"].strip("[]").split(", "))
+    tested = tuple(map(float, by_arm["delayed scaling"]["90 %"].strip("[]").split(", ")))
+    assert low < tested[0] < float(by_arm["delayed scaling"]["Gap, nat"]) < tested[1] < high
+    assert float(by_arm["delayed scaling"]["± of 95 %"]) == pytest.approx((high - low) / 2, abs=1.01e-4)
+    assert "The test uses the 90 % interval" in gaps.note
     assert by_arm["rowwise scaling"]["Gap, nat"] == "—"
     assert texts(reasons)["rowwise scaling"]["Reason"] == "1 of 5 runs, seed 2: the loss is nan at step 200"
     assert texts(stability)["rowwise scaling"]["Diverged"] == "1 of 5"
     assert texts(stability)["bf16"]["Rate below"] == "45.1 %"  # Clopper and Pearson, 0 of 5, one-sided
     for table in (gaps, reasons, stability):
         assert tables.markdown(table).count("\n") == len(table.rows) + 2
+
+
+def test_a_plan_s_tighter_margin_has_its_verdicts_below_the_table(tmp_path: Path) -> None:
+    """One recipe alone is INFERIOR at it; beside five it is not, by Holm's correction."""
+    others = ("float8_block_scaling", "float8_current_scaling", "mxfp8", "nvfp4")
+    truth = {**TRUTH, **dict.fromkeys(others, 0.0), "rowwise_scaling": 0.0043}
+    records = study_records(truth, range(8), sd=0.0008)
+    stated = {**JUDGEMENT, "seeds": 8, "margin": 0.01, "tighter": 0.003}
+    [brief] = tables.tables_of(only_group(write_study(tmp_path / "run", records, stated)), "verdict_brief")
+    said = brief.note.partition("At 0.003 nat, also fixed beforehand: ")[2]
+    assert "delayed scaling EQUIVALENT;" in said
+    assert "rowwise scaling INCONCLUSIVE (INFERIOR alone, not after Holm's correction)" in said
+    [plain] = tables.tables_of(only_group(write_study(tmp_path / "plain", records, JUDGEMENT)), "verdict_brief")
+    assert "beforehand" not in plain.note
+
+
+def test_losses_beside_the_control_alone_are_not_told_as_beside_bf16(tmp_path: Path) -> None:
+    """A verdict's gap is to the mean of the control and A/A, so the two numbers differ."""
+    run = write_study(tmp_path / "run", study_records(sd=0.002), {**JUDGEMENT, "bf16_runs": 2})
+    [table] = tables.tables_of(only_group(run), "curves")
+    by_name = texts(table)
+    assert "Less bf16's" not in by_name["delayed scaling"]
+    control, ours = (float(by_name[n]["Best validation loss"].split()[0]) for n in ("bf16", "delayed scaling"))
+    beside = float(by_name["delayed scaling"]["Less the control's"].replace("−", "-"))
+    assert beside == pytest.approx(ours - control, abs=1.01e-4)
+    assert "The control is bf16; a verdict's gap may be to the mean of it and of A/A." in table.note
 
 
 def test_final_losses_stand_by_configuration_and_seed(run: Path) -> None:
@@ -225,6 +257,52 @@ def test_an_arm_above_the_frame_of_the_loss_curves_is_said_to_be(tmp_path: Path,
     [comparison] = result.trainings
     drawn = draw("loss_step", "loss_step", "", "", loss_figures.losses(comparison, "step")).inline
     assert re.findall(r">([^<>]*), above the frame<", drawn) == off
+
+
+def test_a_curve_outside_one_panel_alone_is_said_to_be_outside_of_that(tmp_path: Path) -> None:
+    """A fault that never learns: its validation loss is in the frame, its training loss above the others' steep fall."""
+    records = study_records()
+    for one in records:
+        if one.trial.problem["arm"] == "broken":
+            one.samples["loss"] = [300.0] * len(one.samples["loss"])
+    [comparison] = only_group(write_study(tmp_path / "run", records)).trainings
+    drawn = draw("loss_step", "loss_step", "", "", loss_figures.losses(comparison, "step")).inline
+    assert re.findall(r">([^<>]*) above the frame<", drawn)[0].endswith("(mean of 5), training loss")
+
+
+@pytest.fixture(scope="module")
+def by_time(tmp_path_factory: pytest.TempPathFactory) -> Figure:
+    """Loss against time of eight recipes, of which one has not run."""
+    names = [*TRUTH, "float8_block_scaling", "float8_current_scaling", "mxfp8", "nvfp4", "delayed_scaling_e4m3"]
+    truth = dict.fromkeys(names, 0.0) | {"broken": 0.5, "rowwise_scaling": 0.003}
+    outcomes = {("float8_block_scaling", seed): "interrupted" for seed in range(5)}
+    run = write_study(tmp_path_factory.mktemp("time") / "run", study_records(truth, outcomes=outcomes))
+    [comparison] = only_group(run).trainings
+    return loss_figures.losses(comparison, "time_s")
+
+
+def test_loss_against_time_leaves_out_what_only_shows_that_a_study_works(by_time: Figure) -> None:
+    [legend] = by_time.legends
+    names = [words.get_text() for words in legend.get_texts()]
+    assert any(name.startswith("delayed scaling (mean of 5)") for name in names)
+    assert not any("A/A" in name or "broken" in name or "not run" in name for name in names)
+
+
+def test_curves_of_one_figure_differ_in_colour_or_marker(by_time: Figure) -> None:
+    curves = by_time.axes[0].lines
+    styles = {(line.get_color(), line.get_marker()) for line in curves}
+    assert len(styles) == len(curves) == 7
+
+
+def test_loss_against_time_shows_the_last_part_with_the_whole_band(by_time: Figure) -> None:
+    """The loss falls from 4.4 to 3.28: a scale of the whole fall hides a band of some thousandths."""
+    panel = by_time.axes[0]
+    low, high = panel.get_ylim()
+    ends = [line.get_ydata()[-1] for line in panel.lines]
+    assert max(ends) < high < 1.16 * min(ends)
+    for band in panel.collections:
+        [path] = band.get_paths()
+        assert low < path.vertices[:, 1].min()
 
 
 def test_the_forest_marks_the_margin_and_an_arm_off_its_scale(run: Path, drawings: dict[str, Drawing]) -> None:
