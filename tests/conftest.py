@@ -183,6 +183,20 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are drawn as SVG alone, which tells all that PNG does: each PNG is empty."""
+    from matplotlib.figure import Figure
+
+    right = Figure.savefig
+
+    def as_svg(figure: Figure, stream: Any, **how: Any) -> None:
+        if how["format"] == "svg":
+            right(figure, stream, **how)
+
+    monkeypatch.setattr(Figure, "savefig", as_svg)
+
+
+@pytest.fixture
 def plain_heads() -> Iterator[None]:
     """Linear cross-entropy and the tied gradient by a CPU's own formulas: the interpreter takes a second for each."""
     with pytest.MonkeyPatch.context() as patch:  # its own, which a test's undo leaves alone

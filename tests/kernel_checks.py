@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_bench.kernels.quantize import Quantized
 
@@ -107,6 +108,14 @@ def of_copy(call: Callable[[], object], nbytes: int, x: Tensor, label: str) -> f
     rate = nbytes / seconds(call)
     print(f"{label:40s} {tuple(x.shape)!s:16s} {rate / 1e9:6.0f} GB/s, {rate / copy:.2f} of a copy's {copy / 1e9:.0f}")
     return rate / copy
+
+
+class WithoutHostTensors(TorchDispatchMode):
+    """Refuses torch.tensor and new_tensor: on a GPU they copy a host's tensor, which no graph can capture."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten.lift_fresh.default, "a tensor is made on the host"
+        return func(*args, **(kwargs or {}))
 
 
 def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:

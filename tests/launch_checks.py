@@ -29,7 +29,8 @@ class Recorder:
     def launch(
         self, kernel: Any, grid: int, key: tuple[Any, ...], device: int, args: Any, constants: Any, grid_y: int = 1
     ) -> None:
-        assert grid * grid_y > 0
+        assert 0 < grid < 2**31
+        assert 0 < grid_y < 2**16, "CUDA's second dimension of a grid"
         _, specialization, options = binder(kernel)(*args, **constants)
         compiled = f"{kernel.__name__} {specialization} {options}"
         assert all(isinstance(value, Tensor) or type(value) in (int, float, bool, type(None)) for value in args)

@@ -54,6 +54,16 @@ class Penalised(Model):  # as a mixture of experts: logits and a penalty, and no
         return super().forward(tokens), self.head.weight.square().mean()
 
 
+class Aimless(Model):  # as a pooler that nobody reads
+    def __init__(self):
+        super().__init__()
+        self.pooler = nn.Linear(32, 32)
+
+    def forward(self, tokens):
+        self.pooler(self.embedding(tokens))
+        return super().forward(tokens)
+
+
 class Doubtful(Model):
     def forward(self, tokens):
         return self.embedding(tokens), super().forward(tokens)

@@ -9,12 +9,13 @@ import typer
 from typer.core import TyperCommand
 
 from te_bench.cli.options import Alpha, Margin, say
+from te_bench.experiments.store import GATE_SIDES, JOURNAL, written
 
 PAGE = b'<meta name="generator" content="te-bench">'
 SEVERAL = ("--baseline", "--candidate")
 _LOGS = (
-    "A log per seed, or a folder of logs: W&B, TensorBoard, torchtitan, Hugging Face, Megatron, nanoGPT, CSV. "
-    "Of one CSV for both sides, its runs: 'both.csv:bf16-*'."
+    "A log per seed, or a folder of logs: W&B, TensorBoard, torchtitan, Hugging Face, Megatron, NeMo, torchtune, nanoGPT, "
+    "llm.c, LitGPT, CSV. Of one CSV for both sides, its runs: 'both.csv:bf16-*'."
 )
 Logs = Annotated[list[Path] | None, typer.Option(metavar="PATH...", help=_LOGS)]
 
@@ -65,6 +66,12 @@ def verdict(
         raise ValueError(
             "--metric, --html and --paired go with --baseline and --candidate; for a run use te-bench report"
         )
+    for path in directories or []:
+        if path.exists() and not any(map(written, (path, *(path / side for side in GATE_SIDES)))):
+            raise ValueError(
+                f"{path} is no te-bench run, whose folder holds {JOURNAL}: give other trainers' logs by side, --baseline "
+                "BF16-LOGS --candidate FP8-LOGS"
+            )
     if break_off is not None:
         _break_off(directories or [], break_off)
     if directories:

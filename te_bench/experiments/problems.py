@@ -86,10 +86,12 @@ class TrialProblem:
         if others and kind.others is None:
             plugins.check(f"setting of {trial.workload}", next(iter(others)), list(settings))
         for name, (hint, default) in settings.items():
+            if name not in trial.problem and default is not MISSING:
+                continue
             value = trial.problem.get(name)
             if isinstance(value, str) and all(kind is NoneType or get_origin(kind) is Literal for kind in _kinds(hint)):
                 plugins.check(name, value, [choice for kind in _kinds(hint) for choice in get_args(kind)])
-            if not _is(value, hint) and (name in trial.problem or default is MISSING):
+            if not _is(value, hint):
                 raise ValueError(f"{trial.workload} needs {_words(hint)} for {name!r}, got {value!r}")
         given: dict[str, Any] = {name: trial.problem[name] for name in settings if name in trial.problem}
         said = frozenset(given)

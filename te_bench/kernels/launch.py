@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 _guards: Any = torch._C._dynamo.guards
+GRID_Y = 65535  # CUDA's largest second dimension of a grid
 KEPT = 4096  # compiled kernels by key; bounded, because lengths may never repeat
 _compiled: dict[Hashable, Any] = {}
 _PLAIN = frozenset((int, float, bool, type(None)))  # types of kernel arguments other than tensors
@@ -32,7 +33,7 @@ def launch(
     so can floats, which must be floats: Triton would specialise an integer. args are the kernel's leading arguments in
     order, constants the rest by name. device: the tensors' get_device(), negative on a CPU, where Triton's interpreter
     caches nothing. If it is not the current device, it becomes that for the launch, because Triton launches on the
-    current one.
+    current one. grid_y: at most GRID_Y.
     """
     if device >= 0 and device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):

@@ -47,6 +47,7 @@ IMPLEMENTATIONS = {"manual": "eager", **dict.fromkeys(PINNED, "sdpa")}
 T = TypeVar("T")
 
 LAYERS = ("layers", "num_layers", "n_layer", "n_layers")  # names of a factory's parameter for its depth
+ASKED = 2  # sequences of a pass whose numbers do not count: a batch norm refuses a single image of one pixel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,6 +247,17 @@ def imagined(source: Source) -> Iterator[None]:
         yield
 
 
+def a_pass(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Return model(inputs, targets). Raises one of UNIMAGINABLE for a pass that casts a module without memory."""
+    try:
+        loss: Tensor = model(inputs, targets)
+    except RuntimeError as error:
+        if "Couldn't swap" in str(error):
+            raise UnsupportedFakeTensorException(str(error)) from error
+        raise
+    return loss
+
+
 def without_memory(source: Source, work: Callable[[], T], otherwise: Callable[[], T] | None = None) -> T:
     """Return work() on tensors without memory, or on real ones if its result depends on their values.
 
@@ -328,7 +340,7 @@ class Adopted(nn.Module):
         return fp8.autocast(enabled, recipe=self.recipe, amax_reduction_group=fp8.ranks(self.shares_amaxes))
 
     def flop_per_token(self, length: int) -> int:
-        """Count one sequence's FLOP per token, forward and backward, by PyTorch's counter, attention as non-causal.
+        """Count FLOP per token, forward and backward, by PyTorch's counter, attention as non-causal.
 
         Returns 6 N if shapes alone do not decide what is computed.
         """
@@ -336,14 +348,14 @@ class Adopted(nn.Module):
         try:
             with imagined(self.made.source):
                 model = Adopted(make(self.made.source, attention=OWN, device="cpu"), kernel="math")
-                inputs, targets = model.made.draw(1, length, seed=0, device="cpu")
+                inputs, targets = model.made.draw(ASKED, length, seed=0, device="cpu")
                 with FlopCounterMode(display=False, custom_mapping=grouped_gemm.FLOP) as counter:
-                    model(inputs, targets).backward()
+                    a_pass(model, inputs, targets).backward()
         except UNIMAGINABLE:
             return 6 * self.weights
         finally:
             pin(self.kernel)
-        return int(counter.get_total_flops()) // length
+        return int(counter.get_total_flops()) // (ASKED * length)
 
     @property
     def converted(self) -> dict[str, str]:
@@ -377,10 +389,12 @@ class Adopted(nn.Module):
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Count a pass's FP8 GEMMs, forward and backward, in `gemms`: three a Linear, two for the first one.
+        """Count the FP8 GEMMs of a forward pass, and of its loss's backward pass, in `gemms`: three a Linear, two for
+        the first one.
 
-        A recipe with bf16 wgrad has one fewer each. A converted MLP has two products (gate and up together), a fused
-        layer four; a head without logits counts as none.
+        A Linear on which the loss does not depend has one; so has one that checkpointing computes twice, whose gradients'
+        GEMMs are then not asked for. A recipe with bf16 wgrad has one fewer each. A converted MLP
+        has two products (gate and up together), a fused layer four; a head without logits counts as none.
         """
         self.gemms, self.rows, self.fused = 0, set(), False
         each = 2 if self.recipe is not None and self.recipe.bf16_wgrad else 3
@@ -393,10 +407,13 @@ class Adopted(nn.Module):
         inside = tuple(f"{name}." for name in (*mlps, *chains))
         mlps = [name for name in mlps if any(one.startswith(f"{name}.") for one in self.converted)]
         linears = [name for name in self.converted if name not in heads and not name.startswith(inside)]
+        # Products, whether x has a gradient, and the output's place in the graph.
+        calls: list[tuple[int, bool, Any]] = []
+        losses: list[Tensor] = []
 
-        def count(products: int, _: nn.Module, arguments: tuple[Any, ...]) -> None:
+        def count(products: int, _: nn.Module, arguments: tuple[Any, ...], made: Any) -> None:
             self.rows |= {x.numel() // x.shape[-1] for x in arguments[:1]}
-            self.gemms += each * products - (not (arguments and arguments[0].requires_grad))
+            calls.append((products, bool(arguments and arguments[0].requires_grad), getattr(made, "grad_fn", None)))
 
         def count_chain(blocks: int, module: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
             given = module.te_given(arguments, named)
@@ -406,7 +423,7 @@ class Adopted(nn.Module):
             self.fused |= module.te_fuses(given)
 
         handles = [
-            self.get_submodule(name).register_forward_pre_hook(functools.partial(count, products))
+            self.get_submodule(name).register_forward_hook(functools.partial(count, products))
             for products, names in ((1, linears), (2, mlps))
             for name in names
         ]
@@ -416,11 +433,25 @@ class Adopted(nn.Module):
             )
             for name in chains
         ]
+        handles.append(self.register_forward_hook(lambda _, __, loss: losses.append(loss)))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+        reached = {node for loss in losses for node in graph_of(loss)}
+        self.gemms += sum(each * n - (not needs_x) if made in reached else n for n, needs_x, made in calls)
+
+
+def graph_of(loss: Tensor) -> list[Any]:
+    """Return the nodes of autograd's graph that the loss depends on."""
+    found: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen = set(found)
+    for node in found:  # it grows in the loop
+        more = {inner for inner, _ in node.next_functions if inner is not None} - seen
+        seen |= more
+        found += more
+    return found
 
 
 @torch.no_grad()

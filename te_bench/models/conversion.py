@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from te_bench.kernels import compiler
-from te_bench.models import conversion_parts, fp8
+from te_bench.models import conversion_parts, fp8, rms_norms
 from te_bench.models.conversion_parts import Filter
 from te_bench.models.conversion_report import Conversion, ConvertedLayer, KeptLayer, OtherWeight, TeLayer
 from te_bench.models.modules import arguments
@@ -32,12 +32,6 @@ from te_bench.models.recipe import Recipe
 from te_bench.models.subclassing import Mixed, mix
 
 MULTIPLE = 16  # bytes: cuBLASLt's FP8 GEMMs need rows of a multiple
-
-#: Classes of transformers (5.23) that compute only weight * x / sqrt(mean(x^2) + variance_epsilon).
-RMS_NORMS = frozenset(
-    f"{name}RMSNorm"
-    for name in ["Llama", "Mamba", "Mistral", "Mixtral", "Phi3", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe"]
-) | {"T5LayerNorm"}
 
 #: Attributes with a module's hooks, which move to the new layer. Handles still remove them there.
 HOOKS = (
@@ -79,7 +73,7 @@ def convert(
 ) -> Conversion:
     """Swap the Linear, LayerNorm and RMSNorm layers of `model` for te's, in place, and report which.
 
-    It converts nn.Linear, nn.LayerNorm, nn.RMSNorm, and of transformers Conv1D and the norms in RMS_NORMS. Parameter
+    It converts nn.Linear, nn.LayerNorm, nn.RMSNorm, and of transformers Conv1D and what computes RMSNorm. Parameter
     objects stay the same (ties, optimizers, dtype, device, requires_grad, hooks), except a Conv1D's weight, which is
     transposed: make the optimizer afterwards. filter(name, module) says which layers may be converted. A layer with
     dimensions that are not multiples of 16 stays, unless `pad`: te pads inside the GEMM, exactly, at a cost in time.
@@ -283,10 +277,11 @@ def _kind(layer: nn.Module) -> str | None:
     name, home = type(layer).__name__, type(layer).__module__
     if home.startswith("transformers.") and name == "Conv1D":
         return "Conv1D"
-    if name in RMS_NORMS and hasattr(layer, "variance_epsilon"):
-        return "RMSNorm"
     kinds = {nn.Linear: "Linear", nn.LayerNorm: "LayerNorm", nn.RMSNorm: "RMSNorm"}
-    return next((kind for base, kind in kinds.items() if isinstance(layer, base)), None)
+    known = next((kind for base, kind in kinds.items() if isinstance(layer, base)), None)
+    if known is None and home.startswith("transformers."):
+        return "RMSNorm" if name.endswith("RMSNorm") or rms_norms.offset(layer) is not None else None
+    return known
 
 
 def _reason_to_keep(layer: nn.Module, kind: str, name: str, owners: dict[int, list[str]], pad: bool) -> str | None:
@@ -306,7 +301,7 @@ def _reason_to_keep(layer: nn.Module, kind: str, name: str, owners: dict[int, li
         )
     if any(vars(layer)[hooks] for hooks in STATE_HOOKS):
         return "it has hooks on its state dict"
-    weight = layer._parameters["weight"]
+    weight = layer._parameters.get("weight")
     if weight is None:
         return "it has no weight (elementwise_affine=False)"
     if type(weight) is not nn.Parameter:
@@ -324,10 +319,13 @@ def _norm_reason(layer: nn.Module, weight: Tensor) -> str | None:
         return f"it normalises over {weight.dim()} dimensions"
     if not weight.numel():
         return "it normalises over nothing"
-    if _eps(layer) is None:
+    if not isinstance(layer, nn.LayerNorm | nn.RMSNorm) and rms_norms.offset(layer) is None:
+        return "it does not compute weight x / sqrt(mean(x^2) + eps)"
+    if rms_norms.eps(layer) is None:
         return "eps=None takes the input's dtype's: set its eps to a number"
     legal, words = arguments.LEGAL["eps"]
-    return None if legal(_eps(layer)) else f"its eps is {_eps(layer)}: te's must be {words}"
+    eps = rms_norms.eps(layer)
+    return None if legal(eps) else f"its eps is {eps}: te's must be {words}"
 
 
 def _gemm_reason(weight: Tensor, pad: bool) -> str | None:
@@ -337,10 +335,6 @@ def _gemm_reason(weight: Tensor, pad: bool) -> str | None:
     if odd and not pad:
         return f"{' and '.join(odd)} not divisible by {MULTIPLE} (pad=True converts it)"
     return None
-
-
-def _eps(layer: Any) -> Any:
-    return layer.variance_epsilon if hasattr(layer, "variance_epsilon") else layer.eps
 
 
 def _count_in_gemm(layer: nn.Module, kind: str) -> int:
@@ -354,7 +348,9 @@ def _make_replacement(layer: Any, kind: str, name: str) -> tuple[nn.Module, Conv
     options: dict[str, Any] = {"params_dtype": weight.dtype, "device": "meta"}  # replaced below: no memory, no seed
     new: nn.Module
     if kind.endswith("Norm"):
-        new = (LayerNorm if kind == "LayerNorm" else RMSNorm)(weight.numel(), _eps(layer), **options)
+        centred = rms_norms.offset(layer) == 1
+        cls = LayerNorm if kind == "LayerNorm" else RMSNorm
+        new = cls(weight.numel(), rms_norms.eps(layer), zero_centered_gamma=centred, **options)
     else:
         if kind == "Conv1D":
             weight = nn.Parameter(weight.detach().t().contiguous(), weight.requires_grad)

@@ -3,6 +3,7 @@
 A module and its parameters stay in place; its class, or its model's attn_implementation, changes.
 """
 
+import ast
 import contextlib
 import functools
 import inspect
@@ -161,6 +162,8 @@ def _set_attention(model: Any, undo: contextlib.ExitStack) -> str:
 
 def _lack(model: Any, models: list[Any]) -> str | None:
     """Return why a model cannot use te-bench's attention, or None."""
+    from transformers import PreTrainedModel
+
     # transformers lets a class without attention set an implementation, too.
     if not model._can_set_attn_implementation() or not _mention(models, "ALL_ATTENTION_FUNCTIONS"):
         return "it has no attention that goes by transformers' interface"
@@ -170,7 +173,36 @@ def _lack(model: Any, models: list[Any]) -> str | None:
         return "it has attention sinks, which no kernel does"
     if _mention(models, "position_bias"):
         return "it adds a bias of positions to the scores, which no kernel does"
-    return None
+    if not all(inner._supports_sdpa for inner in models):
+        return "transformers writes its attention out, and takes no kernel for it (no attn_implementation='sdpa')"
+    # Models read the mask of tokens, which is a tensor; modules in them are given te-bench's.
+    inner: set[Any] = {type(module) for module in model.modules() if not isinstance(module, PreTrainedModel)}
+    own = sorted(cls.__name__ for cls in inner if _computes_mask(cls))
+    return f"its {own[0]} computes with the mask of attention, of which te-bench's makes no tensor" if own else None
+
+
+@functools.cache
+def _computes_mask(cls: Any) -> bool:
+    """Return whether a class's forward hands transformers' interface a mask of its own making, or adds one to scores."""
+    source = _source(inspect.unwrap(cls.forward))
+    try:  # not dedented: comments and strings may begin at the line's start
+        nodes = list(ast.walk(ast.parse(f"if 1:\n{source}" if source[:1].isspace() else source)))
+    except SyntaxError:  # a lambda's line
+        return False
+    calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "attention_interface"]
+    handed = {ast.unparse(mask) for call in calls for mask in call.args[4:5]}  # after module, query, key and value
+    handed |= {ast.unparse(named.value) for call in calls for named in call.keywords if named.arg == "attention_mask"}
+    made = [node.value for node in nodes if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in handed]
+    sums = [node for node in nodes if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)]
+    given = {node.arg for node in nodes if isinstance(node, ast.arg) and "mask" in node.arg}
+    return any(map(_computes, made)) or any({ast.unparse(x.left), ast.unparse(x.right)} & given for x in sums)
+
+
+def _computes(value: ast.expr) -> bool:
+    """Return whether an expression is more than a choice or a slice of what is there."""
+    calls = [node for node in ast.walk(value) if isinstance(node, ast.Call)]
+    chosen = all(isinstance(call.func, ast.Attribute) and call.func.attr == "get" for call in calls)
+    return not chosen or any(isinstance(node, ast.BinOp) for node in ast.walk(value))
 
 
 def _mention(models: list[Any], word: str) -> bool:

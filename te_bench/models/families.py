@@ -90,13 +90,10 @@ def shortened(settings: dict[str, Any], layers: int | None) -> dict[str, Any]:
 
 def _family_of_config(architectures: list[str] | None, kind: str) -> str:
     """Find the family by the class that the config names, else by transformers' tables of model types."""
-    from transformers.models.auto import modeling_auto
-
-    tables = {family: getattr(modeling_auto, table) for family, (_, table) in _AUTO.items()}
-    there = [family for family, table in tables.items() if kind in table]
-    named = _by_name(architectures[0]) if architectures else None
-    if architectures:  # Whisper's class is ForConditionalGeneration, as T5's
-        there = [family for family in there if named == family or (family, named) == ("speech", "seq2seq")]
+    there = list(_classes(kind))
+    if architectures:
+        named = _family_of_class(architectures[0], kind)
+        there = [family for family in there if family == named]
     if not there:
         learns = "next tokens, hidden tokens, a class of images or a sequence from text or speech"
         what = architectures[0] if architectures else f"model_type {kind!r}"
@@ -104,8 +101,19 @@ def _family_of_config(architectures: list[str] | None, kind: str) -> str:
     return there[0]
 
 
-def _by_name(cls: str) -> str | None:
-    return next((family for ending, family in _ENDINGS.items() if cls.endswith(ending)), None)
+def _classes(kind: str) -> dict[str, tuple[str, ...]]:
+    """Return {family: transformers' classes of that model type}."""
+    from transformers.models.auto import modeling_auto
+
+    found = {family: getattr(modeling_auto, table).get(kind) for family, (_, table) in _AUTO.items()}
+    return {family: (cls,) if isinstance(cls, str) else tuple(cls) for family, cls in found.items() if cls}
+
+
+def _family_of_class(cls: str, kind: str) -> str | None:
+    """Find a class's family by transformers' tables, which tell Whisper's from T5's, else by its name's ending."""
+    known = (family for family, classes in _classes(kind).items() if cls in classes)
+    by_name = (family for ending, family in _ENDINGS.items() if cls.endswith(ending))
+    return next(known, None) or next(by_name, None)
 
 
 def is_of_transformers(module: nn.Module) -> bool:
@@ -130,22 +138,22 @@ def calling(name: str, module: nn.Module, judge: Forward | None, unknown: str) -
 
 def family_of(module: Any) -> Family | None:
     """Return the family of a transformers model; None if te-bench cannot feed it."""
-    name = _by_name(type(module).__name__)
-    config = module.config
-    if name == "seq2seq" and module.main_input_name == "input_features":
-        name = "speech"
-    if name == "image":
-        sides = _sides(config)
-        patch = getattr(config, "patch_size", None)
+    config, reads = module.config, module.main_input_name
+    name = _family_of_class(type(module).__name__, config.model_type)
+    if name == "image" and reads == "pixel_values":
+        seen = getattr(config, "vision_config", config)
+        sides = _sides(seen)
+        patch = getattr(seen, "patch_size", None)
         sequence = (sides[0] // patch) * (sides[1] // patch) + 1 if isinstance(patch, int) else 1
-        return Family(name=name, forward=_image, draw=_images(config, sides), sequence=sequence)
-    if name == "speech":
-        return Family(name=name, forward=_speech, draw=_spectrograms(config))
+        return Family(name=name, forward=_image, draw=_images(seen, sides, config.num_labels), sequence=sequence)
+    if name in ("seq2seq", "speech") and reads == "input_features":
+        known = hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions")
+        return Family(name="speech", forward=_speech, draw=_spectrograms(config)) if known else None
+    if name in ("seq2seq", "speech") and reads == "input_ids":
+        return Family(name="seq2seq", forward=_seq2seq, draw=None)
     if name == "causal":
         return Family(name=name, forward=_causal(module), draw=None)
-    if name == "masked":
-        return Family(name=name, forward=_masked(config), draw=None)
-    return None if name is None else Family(name=name, forward=_seq2seq, draw=None)
+    return Family(name=name, forward=_masked(config), draw=None) if name == "masked" else None
 
 
 def _causal(module: Any) -> Callable[[nn.Module, Tensor, Tensor], Any]:
@@ -161,7 +169,7 @@ def _causal(module: Any) -> Callable[[nn.Module, Tensor, Tensor], Any]:
 
 def _masked(config: Any) -> Callable[[nn.Module, Tensor, Tensor], Any]:
     """Hide tokens by their values and positions, so that a captured graph and every precision hide the same."""
-    mask = getattr(config, "mask_token_id", None) or config.vocab_size - 1
+    mask = getattr(config, "mask_token_id", None) or config.get_text_config().vocab_size - 1
 
     def forward(model: nn.Module, x: Tensor, y: Tensor) -> Any:
         places = torch.arange(x.shape[1], device=x.device)
@@ -194,8 +202,8 @@ def _sides(config: Any) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
-def _images(config: Any, sides: tuple[int, int]) -> Draw:
-    shape, classes = (getattr(config, "num_channels", 3), *sides), config.num_labels
+def _images(config: Any, sides: tuple[int, int], classes: int) -> Draw:
+    shape = (getattr(config, "num_channels", 3), *sides)
 
     def draw(batch: int, tokens: int, generator: torch.Generator, device: str) -> tuple[Tensor, Tensor]:
         pixels = torch.randn(batch, *shape, generator=generator, device=device)

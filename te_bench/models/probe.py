@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from te_bench.models import adopted, calling, checkpointing
-from te_bench.models.sources import TOO_LARGE, TRIED, Facts, Source, lacks, on_one_line
+from te_bench.models.sources import TOO_LARGE, TRIED, Facts, Refused, Source, lacks, on_one_line
 
 SDPA = F.scaled_dot_product_attention
 
@@ -62,14 +62,17 @@ def _facts(source: Source, tokens: int, built: Callable[[], object]) -> Facts:
     built()
     tokens = made.sequence or min(tokens, made.block or tokens)
     model = adopted.Adopted(made)
-    inputs, targets = made.draw(1, tokens, seed=0, device="cpu")
+    inputs, targets = made.draw(adopted.ASKED, tokens, seed=0, device="cpu")
     attended = Attended()
     with attended:
-        loss = adopted.called(source.model, model, inputs, targets, doing=f"its forward of {tokens} tokens")
+        loss = _a_first_pass(source, model, inputs, targets, doing=f"its forward of {tokens} tokens")
     if not loss.requires_grad:
         raise ValueError(f"{source.model}: its loss depends on no weight that is trained")
-    if (shape := _left_out(loss, model)) is not None:
-        lost = f"{type(made.module).__name__} has a weight {shape} that is no nn.Parameter of it, so that no optimizer"
+    strange = _strange_leaves(loss, model)
+    lasting = _strange_leaves(adopted.a_pass(model, inputs, targets), model) if strange else {}
+    if shapes := [tuple(leaf.shape) for key, leaf in strange.items() if key in lasting]:  # others are made in a pass
+        cls = type(made.module).__name__
+        lost = f"{cls} has a weight {shapes[0]} that is no nn.Parameter of it, so that no optimizer"
         raise ValueError(f"{source.model}: {lost} trains it: make it one, and keep modules in an nn.ModuleList")
     return Facts(
         vocab=made.vocab,
@@ -88,19 +91,22 @@ def _facts(source: Source, tokens: int, built: Callable[[], object]) -> Facts:
     )
 
 
-def _left_out(loss: torch.Tensor, model: torch.nn.Module) -> tuple[int, ...] | None:
-    """Return the shape of a tensor that gets a gradient of the loss but is no parameter of the model, or None."""
+def _a_first_pass(source: Source, model: torch.nn.Module, *batch: torch.Tensor, doing: str) -> torch.Tensor:
+    """Return the loss of a batch; what a config's model raises may come of the inputs that te-bench drew."""
+    try:
+        loss: torch.Tensor = adopted.called(source.model, adopted.a_pass, model, *batch, doing=doing)
+    except Refused as error:
+        if source.config is None or source.inputs is not None:
+            raise
+        raise Refused(f"{error}; if it takes other inputs, give --inputs and --loss") from error
+    return loss
+
+
+def _strange_leaves(loss: torch.Tensor, model: torch.nn.Module) -> dict[int, torch.Tensor]:
+    """Return the tensors, by their ids, that get a gradient of the loss but are no parameters of the model."""
     known = set(map(id, model.parameters()))
-    ahead: list[Any] = [loss.grad_fn]
-    seen = set(ahead)
-    for node in ahead:  # it grows in the loop
-        own = getattr(node, "variable", None)  # only AccumulateGrad has one
-        if own is not None and id(own) not in known:
-            return tuple(own.shape)
-        more = {inner for inner, _ in node.next_functions if inner is not None} - seen
-        seen |= more
-        ahead += more
-    return None
+    leaves = [getattr(node, "variable", None) for node in adopted.graph_of(loss)]  # only AccumulateGrad has one
+    return {id(leaf): leaf for leaf in leaves if leaf is not None and id(leaf) not in known}
 
 
 def main() -> None:

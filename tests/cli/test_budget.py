@@ -445,9 +445,9 @@ def test_a_plan_whose_planted_fault_no_record_has_shown_says_so(command: Command
 
 def test_the_trials_of_a_plan_stand_behind_what_it_says(command: Command) -> None:
     lines = command("plan", *CONVERGENCE, "--seeds", "5").out.splitlines()
-    ids = [trial.id for trial in trials(5, None)]
-    assert [line.split()[0] for line in lines[-len(ids) :]] == ids
-    assert lines[0].startswith(f"{len(ids)} trials: Convergence")
+    names = [trial.name for trial in trials(5, None)]
+    assert [line.rpartition("  ")[2] for line in lines[-len(names) :]] == names
+    assert lines[0].startswith(f"{len(names)} trials: Convergence")
 
 
 def test_holm_s_hardest_step_is_said(command: Command, pilot: Path) -> None:

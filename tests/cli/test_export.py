@@ -9,6 +9,8 @@ from in_process import Command
 
 from te_bench.experiments.store import load
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:

@@ -106,6 +106,7 @@ def test_branches_of_two_commands_go_on_from_one_trunk_in_the_run_s_folder(tmp_p
     assert len(list((tmp_path / "trunks").glob("*.*/*/curve.json"))) == 1  # the earlier one, set aside
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(("supported", "code"), [(0, 4), (1, 0)])
 def test_a_run_of_which_nothing_is_supported_measured_nothing(
     command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, supported: int, code: int

@@ -17,6 +17,8 @@ from te_bench.experiments.store import JOURNAL, Plan, Store, load
 from te_bench.reports.exchange.submission import against_the_suite
 from te_bench.reports.page import published
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 ASKED = {"model": "llama-tiny", "batch": 4}
 TABLE = "| folder | command | measured |\n|---|---|---|\n"
 

@@ -46,6 +46,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("drawn_once")
 @pytest.mark.parametrize("pool", [None, 3])
 def test_nothing_that_is_said_of_an_unfinished_study_depends_on_its_gaps(command, results, tmp_path, pool) -> None:
     """Whatever a recipe, A/A and the fault end above bf16, every byte is the same."""
@@ -69,6 +70,7 @@ def test_nothing_that_is_said_of_an_unfinished_study_depends_on_its_gaps(command
     assert not any("verdict_gap" in name or "verdict_forest" in name for name in said[0])
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_what_is_done_is_shown(command: Command, results: Path) -> None:
     said = told(command, begun(results / "h200" / "study", APART, seeds=8), results)
     assert b"hidden" not in said["report/report.md"]
@@ -77,6 +79,7 @@ def test_what_is_done_is_shown(command: Command, results: Path) -> None:
     assert b"+0.00" in said["show"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_look_that_decides_shows_what_it_decided_and_nothing_else(command: Command, tmp_path: Path) -> None:
     truth = {
         **TRUTH,
@@ -112,6 +115,7 @@ def test_a_recipe_that_is_not_done_has_no_verdict_where_the_rest_is(command: Com
     assert ["delayed", "scaling", "EQUIVALENT"] in [row[:3] for row in rows]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_an_unfinished_arm_is_not_tested_for_divergence(command: Command, results: Path) -> None:
     run = begun(results / "h200" / "study", TRUTH)
     assert command("report", run).code == 0
@@ -120,6 +124,7 @@ def test_an_unfinished_arm_is_not_tested_for_divergence(command: Command, result
     assert "p against bf16" not in page
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_study_that_is_given_up_shows_its_gaps_and_never_has_a_verdict(command: Command, results: Path) -> None:
     run = begun(results / "h200" / "study", APART)
     assert command("verdict", run, "--break-off", " ").code == 2
@@ -145,6 +150,7 @@ def test_a_study_that_is_done_is_not_given_up(command: Command, tmp_path: Path) 
     assert command("verdict", "--baseline", run, "--candidate", run, "--margin", 0.1, "--break-off", "why").code == 2
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_verdict_says_its_margin_pairs_power_and_cost(command: Command, tmp_path: Path) -> None:
     """A synthetic run takes 1.5 s: 25 of them 0.0104 hours."""
     run = write_study(tmp_path / "run", study_records(sd=0.0003))
@@ -326,6 +332,7 @@ def test_the_gallery_names_a_study_by_what_it_asks(results: Path) -> None:
     assert "<b>char, 400 steps: delayed scaling; 1 more</b>" in published.gallery(results, ".")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_bf16_is_spelt_in_one_way_whatever_a_plan_s_title_says(command: Command, tmp_path: Path) -> None:
     run = write(
         tmp_path / "run", study_records(), suite="convergence", title="Does FP8 train like BF16?", judgement=JUDGEMENT
@@ -336,6 +343,7 @@ def test_bf16_is_spelt_in_one_way_whatever_a_plan_s_title_says(command: Command,
     assert "BF16" not in page
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_training_is_compared_with_bf16_over_the_seeds_of_both(command: Command, tmp_path: Path) -> None:
     """bf16's seeds lie apart by far more than the recipe's gap, 0.02, to bf16 on its own seed."""
     records = study_records({"control": 0.0, "rowwise_scaling": 0.02}, sd=0.0)

@@ -253,6 +253,11 @@ def test_final_losses_alone_say_what_they_cannot_tell(judged) -> None:
         ("--baseline none.csv --candidate b.csv --margin 0.003", "none.csv"),
         ("run --baseline a.csv --candidate b.csv", "not both"),
         ("empty", "journal.jsonl"),
+        (
+            "a.csv b.csv",
+            "a.csv is no te-bench run, whose folder holds journal.jsonl: give other trainers' logs by side",
+        ),
+        ("nowhere", "nowhere holds no journal.jsonl"),
     ],
 )
 def test_bad_input_is_told(command: Command, tmp_path: Path, arguments: str, message: str) -> None:

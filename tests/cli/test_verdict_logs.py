@@ -9,6 +9,7 @@ import pytest
 import run_logs as logs
 from in_process import Command, Done
 
+pytestmark = pytest.mark.usefixtures("drawn_once")
 WRITERS: dict[str, Callable[[Path, float], Path]] = {
     "nanogpt": lambda folder, end: logs.nanogpt(folder / "train.log", end),
     "torchtitan": lambda folder, end: logs.torchtitan(folder / "console.txt", end),

@@ -355,6 +355,7 @@ FAMILIES: dict[str, dict[str, Call]] = {
         "scaled": lambda: cross_entropy.scale(matrix(M, D, FP32), one(), matrix(M, D)),
         "scaled in place": lambda: cross_entropy.scale(*in_place(matrix(V, D, FP32))),
         "scaled in place, bf16": lambda: cross_entropy.scale(*in_place(matrix(V, D))),
+        "scaled in place, almost 2^31": lambda: cross_entropy.scale(*in_place(matrix(2**20 - 1, 2**11))),
         "tied": lambda: tied.add_rows_by_kernel(matrix(V, D, FP32), matrix(M, D, FP32), torch.zeros(M).long()),
         "embedded": lambda: tied.embed_by_kernel(matrix(V, D, FP32), matrix(1024, D, FP32), torch.zeros(12, 1024).long()),
     },
@@ -475,6 +476,7 @@ def test_published_kernels_compile_for_hopper_without_faults(family: str, folder
             check_adamw(kernel)
     if family == "linear cross-entropy":
         check_row_kernels({kernel.kernel: kernel for kernel in kernels if not kernel.call.endswith("/loss")})
+        check_bits(kernels)
 
 
 def check_halves(kernel: Compiled) -> None:
@@ -595,6 +597,15 @@ def check_row_kernels(by_name: dict[str, Compiled]) -> None:
     embed = by_name["embed_kernel"]
     assert len(re.findall(r"(ld|st)\.global[\w.]*v4", embed.ptx)) == 3 * tied.LOOKUP["ROWS"] // 2, str(embed)
     assert embed.programs * embed.warps >= 48, str(embed)
+
+
+def check_bits(kernels: list[Compiled]) -> None:
+    """A step beyond almost 2^31 elements is counted by 64 bits, others by 32; rows of both tables are found by 64."""
+    for kernel in (kernel for kernel in kernels if kernel.kernel == "scale_kernel"):
+        bits = re.findall(r"scf\.for .* : (i\d+)", kernel.ttgir)
+        assert bits == ["i64" if kernel.call.endswith("almost 2^31") else "i32"], f"{kernel}: {bits}"
+    (embed,) = (kernel for kernel in kernels if kernel.kernel == "embed_kernel")
+    assert re.findall(r"tt\.addptr .* tensor<\d+x1x(i\d+)", embed.ttgir) == ["i64"] * 3, str(embed)
 
 
 @pytest.mark.slow

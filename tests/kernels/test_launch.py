@@ -27,7 +27,7 @@ from te_bench.kernels.norm import Norm
 from te_bench.kernels.norm import kernels as norm
 from te_bench.kernels.norm import residual_forward as residual_kernels
 from te_bench.kernels.norm.backends import triton as norm_triton
-from te_bench.kernels.quantize import BLOCKS, fine_kernels, kernels
+from te_bench.kernels.quantize import BLOCKS, fine_kernels, kernels, packing
 from te_bench.kernels.quantize import history as _history
 from te_bench.kernels.quantize.backends import triton as quantize_triton
 from te_bench.kernels.rotary import Rotated
@@ -169,6 +169,7 @@ def recorder(known: Recorder, monkeypatch: pytest.MonkeyPatch) -> Recorder:
         rotary,
         attention_launch,
         cross_entropy,
+        packing,
         _launch,
     )
     for module in modules:
@@ -224,6 +225,15 @@ def norm_quantized(dtype, weight, bias, eps, centred, kind, scale, target, layou
     residual_kernels.add_forward(
         *(matrix(m, n, dtype, **view), None, vector(n, weight), vector(n, bias), eps, centred, kind, dtype),
         *(vector(1, scale), target, *layouts, vector(1, amax), vector(3, counts, torch.int64)),
+    )
+
+
+def norm_quantized_again(mean, rstd, m):
+    """By an earlier call's statistics."""
+    residual_kernels.add_forward(
+        *(matrix(m, 2048, stride=2048), None, torch.ones(2048), None, 1e-5, False, "layernorm", BF16, torch.ones(())),
+        *(E4M3, True, True),
+        statistics=(vector(m, mean), vector(m, rstd)),
     )
 
 
@@ -384,6 +394,7 @@ LAUNCHERS: dict[Callable[..., None], dict[str, tuple[Any, ...]]] = {
     by_block: {"dtype": FLOATS, "rows": (128, 1), **TENSOR, **VIEW},
     norm_forward: {"dtype": FLOATS, **NORM, **VIEW},
     norm_quantized: {"dtype": (BF16, FP16), **NORM, **CAST, **VIEW},
+    norm_quantized_again: {"mean": POINTER, "rstd": POINTER, "m": (18, 2, 16, 200)},
     norm_backward: {
         "dtype": FLOATS, **GRADIENT, "weight": POINTER, "mean": MAYBE, "rstd": POINTER, "residual": RESIDUALS,
         "centred": BOTH, **VIEW,
@@ -425,6 +436,15 @@ def variants(options: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
 def test_what_triton_compiles_apart_has_keys_of_its_own(launcher: Callable[..., None], recorder: Recorder) -> None:
     for variant in variants(LAUNCHERS[launcher]):
         recorder.of(launcher, variant)
+
+
+def test_a_grid_is_no_higher_than_cuda_s(recorder: Recorder) -> None:
+    """2^20 rows by 16 a program, and 2^22 or 2^23 elements by 64 or 128: pages that nobody touches."""
+    x, parameters = torch.empty(2**20, 8, dtype=BF16), {"kind": "gelu"}
+    assert len(recorder.of(partial(activation.forward, x), parameters)) == 2
+    assert len(recorder.of(partial(activation.backward, x, x, y=torch.empty_like(x)), parameters)) == 2
+    for name, k in (("e2m1", 2**22), ("e4m3", 2**23)):
+        recorder.of(partial(packing.packed, torch.empty(1, k, dtype=BF16)), {"name": name})
 
 
 def cases(m: int, device: str) -> dict[str, Callable[[], Any]]:

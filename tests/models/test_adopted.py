@@ -115,9 +115,10 @@ def test_functions_feed_and_judge_a_model_that_reads_no_tokens() -> None:
     assert pixels(x, y).dim() == 0
 
 
-def test_gemms_are_counted_call_by_call_and_a_first_layer_makes_no_dgrad() -> None:
+def test_gemms_are_counted_call_by_call_and_what_needs_no_gradient_makes_none() -> None:
     for converted, gemms in (
         (model("make", converted=True), 15),
+        (model("Aimless", converted=True), 16),
         (model("Pixels", converted=True, inputs="own:draw", loss="own:squares"), 5),
     ):
         with converted.autocast(), converted.counted():
@@ -553,7 +554,7 @@ def test_a_class_that_te_bench_does_not_feed_is_not_run_as_another(named: str, t
         ("raises", {}, "own:raises: it raised RuntimeError: no such thing"),
         ("raises_in_colour", {}, r"own:raises_in_colour: it raised RuntimeError: \[31mred \[0m$"),
         ("no_module", {}, "own:no_module: it returned int; return a torch.nn.Module"),
-        ("no_loss", {}, r"own:no_loss: its forward returned a tensor .*, no loss nor logits \(1, 8, V\): give --loss"),
+        ("no_loss", {}, r"own:no_loss: its forward returned a tensor .*, no loss nor logits \(2, 8, V\): give --loss"),
         ("asks", {}, "it needs the argument 'width': --model-args width=VALUE"),
         ("exits", {}, "it raised SystemExit: 3"),
         ("frozen", {}, "it has no weights that are trained"),
@@ -567,7 +568,7 @@ def test_a_class_that_te_bench_does_not_feed_is_not_run_as_another(named: str, t
             {"inputs": "own:draw", "loss": "own:squares_apart"},
             r"^own:squares_apart: it returned a tensor \(1, 1\) of float32; return the loss, a floating-point tensor \(\)$",
         ),
-        ("Doubtful", {}, r"returned tuple with 2 tensors that could be logits \(1, 8, V\): give --loss"),
+        ("Doubtful", {}, r"returned tuple with 2 tensors that could be logits \(2, 8, V\): give --loss"),
         (
             "Masked",
             {},

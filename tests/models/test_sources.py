@@ -1,5 +1,6 @@
 """What a user's model is to a trial: told without running its code, and asked in a process of its own."""
 
+import io
 import json
 import logging
 import time
@@ -225,8 +226,8 @@ def test_a_model_that_ends_its_process_in_its_forward_pass_is_told_so(here: Path
         sources.ask(known("exits:make"), tokens=8)
 
 
-def test_a_hub_that_gives_nothing_is_told_of_in_one_sentence_alone(monkeypatch, caplog):
-    hub = pytest.importorskip("huggingface_hub")
+def test_a_hub_that_gives_nothing_is_told_of_in_one_sentence_alone(monkeypatch):
+    hub, said = pytest.importorskip("huggingface_hub"), io.StringIO()
 
     def give(*_: object) -> None:
         logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s [Retry 1/5].")
@@ -234,11 +235,11 @@ def test_a_hub_that_gives_nothing_is_told_of_in_one_sentence_alone(monkeypatch, 
 
     monkeypatch.setattr(hub, "hf_hub_download", give)
     logger = logging.getLogger("huggingface_hub")
-    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(said)])
     with pytest.raises(
         ValueError, match=r"hf:nobody/none: the hub gives no config.json \(ConnectionError: no\[31m such"
     ):
         sources.identify("hf:nobody/none")
-    assert not caplog.records
+    assert not said.getvalue()
     logger.warning("of something else")
-    assert caplog.records
+    assert said.getvalue() == "of something else\n"

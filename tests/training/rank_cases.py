@@ -58,7 +58,7 @@ REFUSED = [
 ]
 OPTIM = Optim(learning_rate=1e-2, grad_clip=0.5)
 UNCLIPPED = dataclasses.replace(OPTIM, grad_clip=0.0)
-STEPS = 10
+STEPS, FP8_STEPS = 5, 3  # the latter after as many amaxes as a history has
 ROWS = 8
 RECIPES: dict[str, Recipe] = {"delayed": DelayedScaling(amax_history_len=2), "current": Float8CurrentScaling()}
 MODES = [name for name in parallel.names() if name not in parallel.GROUPED]
@@ -116,44 +116,49 @@ def first_of_one(accumulate: int) -> tuple[float, dict[str, Tensor], float]:
 @functools.cache
 def fp8_of_one(recipe: str, accumulate: int = 1) -> list[float]:
     """The losses of one process's steps in FP8."""
-    return losses(a_step(SINGLE, "fp8", recipe=RECIPES[recipe], accumulate=accumulate), 6)
+    return losses(a_step(SINGLE, "fp8", recipe=RECIPES[recipe], accumulate=accumulate), FP8_STEPS)
 
 
 def beside_one(mode: str, world: int, **options: Any) -> dict[str, Any]:
+    """Beside one process, in rank 0, whose findings are read: the others compute no truth for it."""
     found: dict[str, Any] = {}
-    for accumulate in (1, 2):
+    for accumulate in (2, 1):
         # Whatever a rank begins with, rank 0's weights are what all train.
         ours = a_step(parallel.load(mode, **options), "fp64", seed=dist.get_rank(), accumulate=accumulate)
         loss, gradients = ours.gradients(*batch(0))
-        expected, truth, norm = first_of_one(accumulate)
         assert ours.grad_norm is not None
-        found[f"accumulate {accumulate}"] = {
-            "loss": abs(loss / expected - 1),
-            "gradients": apart(gradients, truth),
-            "norm": abs(ours.grad_norm.item() / norm - 1),
-        }
-    ours = a_step(parallel.load(mode, **options), "fp64")
-    slices, course = one_process(ours.parallel.replicas)
-    found["losses"] = [losses(ours), course]
-    found["weights"] = apart(
-        {name: ours.parallel.whole(p.detach(), p) for name, p in ours.model.named_parameters()},
-        {name: p.detach() for name, p in slices.model.named_parameters()},
-    )
+        if dist.get_rank() == 0:
+            expected, truth, norm = first_of_one(accumulate)
+            found[f"accumulate {accumulate}"] = {
+                "loss": abs(loss / expected - 1),
+                "gradients": apart(gradients, truth),
+                "norm": abs(ours.grad_norm.item() / norm - 1),
+            }
+    course = losses(ours)
+    weights = {name: ours.parallel.whole(p.detach(), p).clone() for name, p in ours.model.named_parameters()}
     found["collectives"] = collectives.of_call(lambda: ours(*batch(0)))
-    parameters = dict(slices.model.named_parameters())
-    found["bytes"] = sum(p.nbytes for p in parameters.values())
-    found["vector_bytes"] = sum(p.nbytes for p in parameters.values() if p.dim() < 2)
-    found["table_bytes"] = sum(
-        p.nbytes for name, p in parameters.items() if name.endswith(("wte.weight", "wpe.weight"))
-    )
     states = ours.own_optimizer.state.values()
     elements = torch.tensor(sum(value.numel() for state in states for value in state.values() if value.dim()))
     each = [torch.empty_like(elements) for _ in range(world)]
     dist.all_gather(each, elements)
-    found["flop"] = ours.model.flop_per_token(16) / slices.model.flop_per_token(16)  # type: ignore[operator]
-    found["moments"], found["largest"] = [one.item() for one in each], max(p.numel() for p in parameters.values())
+    found["moments"] = [one.item() for one in each]
     found["saved"] = saved(ours)
-    return found
+    return {**found, **course_of_one(ours, course, weights)} if dist.get_rank() == 0 else found
+
+
+def course_of_one(ours: TrainStep, course: list[float], weights: dict[str, Tensor]) -> dict[str, Any]:
+    """Losses and weights of a course of steps beside those of one process; and the sizes of what it trains."""
+    slices, expected = one_process(ours.parallel.replicas)
+    parameters = dict(slices.model.named_parameters())
+    return {
+        "losses": [course, expected],
+        "weights": apart(weights, {name: p.detach() for name, p in parameters.items()}),
+        "bytes": sum(p.nbytes for p in parameters.values()),
+        "vector_bytes": sum(p.nbytes for p in parameters.values() if p.dim() < 2),
+        "table_bytes": sum(p.nbytes for name, p in parameters.items() if name.endswith(("wte.weight", "wpe.weight"))),
+        "flop": ours.model.flop_per_token(16) / slices.model.flop_per_token(16),  # type: ignore[operator]
+        "largest": max(p.numel() for p in parameters.values()),
+    }
 
 
 def saved(step: TrainStep) -> bool:
@@ -413,7 +418,7 @@ def decoder_by(mode: str, config: Any, padded: int | None = None, **options: Any
 def in_fp8(mode: str, optimizer: str | None, **options: Any) -> dict[str, Any]:
     """Scales and weights after some steps of delayed scaling: in every rank the same."""
     step = a_step(parallel.load(mode, **options), "fp8", optimizer=optimizer)
-    course = losses(step, 6)
+    course = losses(step, FP8_STEPS)
     scales = [t.float() for name, t in step.model.state_dict().items() if "fp8" in name and "scale" in name]
     weights = [step.parallel.whole(p.detach(), p) for p in step.model.parameters()]
     mine = torch.cat([t.flatten() for t in (*scales, *weights)])
@@ -421,7 +426,7 @@ def in_fp8(mode: str, optimizer: str | None, **options: Any) -> dict[str, Any]:
     dist.broadcast(rank_0, src=0)
     return {
         "losses": course,
-        "one": fp8_of_one("delayed"),
+        "one": fp8_of_one("delayed") if dist.get_rank() == 0 else None,
         "alike": torch.equal(mine, rank_0),
         "scales": len(scales),
         "collectives": collectives.of_call(lambda: step(*batch(0))),
@@ -433,7 +438,7 @@ def gathers(name: str, mode: str = "fsdp2", **options: Any) -> dict[str, Any]:
     """Weights that are gathered in FP8 beside those that one process casts, in either pass, and what is sent for them."""
     recipe = RECIPES[name]
     step = a_step(parallel.load(mode, gather="fp8", **options), "fp8", recipe=recipe, accumulate=2)
-    course = losses(step, 6)
+    course = losses(step, FP8_STEPS)
     layers = [module for module in step.model.modules() if isinstance(module, Linear)]
     whole = [step.parallel.whole(layer.weight.detach()) for layer in layers]
     made: list[Any] = []
@@ -458,14 +463,14 @@ def gathers(name: str, mode: str = "fsdp2", **options: Any) -> dict[str, Any]:
     for i, layer in enumerate(layers):
         hooks.append(layer.register_forward_pre_hook(lambda layer, _, i=i: compare("forward", i, layer)))
         hooks.append(layer.register_full_backward_pre_hook(lambda layer, _, i=i: compare("backward", i, layer)))
-    step(*batch(6))
+    step(*batch(FP8_STEPS))
     for hook in hooks:
         hook.remove()
     histories = [layer.recipe_state().get("amax_history_fwd") for layer in layers]
     largest = [h is None or h[-1, 1] == weight.abs().max() for h, weight in zip(histories, whole, strict=True)]
     return {
         "losses": course,
-        "one": fp8_of_one(name, 2),
+        "one": fp8_of_one(name, 2) if dist.get_rank() == 0 else None,
         "same": {when: [len(each), sum(each)] for when, each in same.items()},
         "amaxes": all(largest),
         "collectives": collectives.of_call(lambda: step(*batch(0))),
@@ -588,7 +593,7 @@ def of_engine() -> dict[str, Any]:
                 step.gradients(*batch(0), records=True)  # delayed scaling casts with scales of 1
             found[mode][recipe or "bf16"] = {
                 "errors": [off(step.gradients(*batch(0))[1], truth) for step in (ours, one)],
-                "losses": [losses(step, 5) for step in (ours, one)],
+                "losses": [losses(step, 3) for step in (ours, one)],
                 "collectives": collectives.of_call(lambda s=ours: s(*batch(0))),  # type: ignore[misc]
                 "asked": ours.parallel.gathered(ours.model, None, ROWS * 16),
             }

@@ -12,6 +12,8 @@ FUSED = {"fused_all_gather_matmul", "fused_matmul_reduce_scatter"}
 FUSED_FP8 = {"fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"}
 LEAVE = "leave it out"
 
+pytestmark = pytest.mark.slow  # its one program takes twenty seconds
+
 
 @pytest.fixture(scope="module")
 def replies() -> Any:

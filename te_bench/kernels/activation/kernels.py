@@ -5,6 +5,7 @@ At an H200's 4 TB/s, an element of a quantised GELU (4 bytes) leaves time for ab
 reciprocals flush subnormal numbers, and one cast serves both layouts (kernels/quantize/kernels.py).
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from te_bench.kernels.activation import KINDS, width
 from te_bench.kernels.activation.backends.reference import GELU, QGELU
-from te_bench.kernels.launch import launch, rows_contiguous, traits
+from te_bench.kernels.launch import GRID_Y, launch, rows_contiguous, traits
 from te_bench.kernels.quantize.kernels import add_sums, float32, load_pairs, store_pairs
 from te_bench.kernels.tile import (
     FLOATS,
@@ -49,6 +50,7 @@ NORMAL_EXPONENT = tl.constexpr(-0.5 * LOG2E)
 
 # Rows, columns and warps of a tile: 256 bf16 columns are whole 128-byte lines; 32 elements a thread.
 PLAIN = 16, 256, 4
+TALLEST = GRID_Y * PLAIN[0]  # rows of a launch
 # The quantisers' tiles with half the rows and warps: an SM holds five such programs of the backward pass, but two with
 # 8 warps (benchmarks/NOTES.md). A gated backward pass has five tiles at once, hence 16 elements a thread.
 QUANTIZED: dict[str, Any] = {"ROWS": 64, "COLUMNS": 64, "VECTOR": 8, "POLICY": "", "num_warps": 4}
@@ -288,14 +290,24 @@ def _constants(kind: str, x: Tensor) -> dict[str, Any]:
     return {"F": f, "GATED": gated, "DTYPE": FLOATS[x.dtype]}
 
 
+def _by_launches(x: Tensor, *others: Tensor | None) -> Iterable[tuple[Any, ...]]:
+    """Split x (M, N) and others, (M, ...) or None, by rows that one launch can have: almost always all."""
+    if len(x) <= TALLEST:
+        return ((x, *others),)
+    tops = range(0, len(x), TALLEST)
+    return [tuple([None if t is None else t[top : top + TALLEST] for t in (x, *others)]) for top in tops]
+
+
 def forward(x: Tensor, kind: str) -> Tensor:
-    x, f, m = rows_contiguous(x), width(x, kind), x.shape[0]
-    y = torch.empty((m, f), dtype=x.dtype, device=x.device)
+    x, f = rows_contiguous(x), width(x, kind)
+    y = torch.empty((x.shape[0], f), dtype=x.dtype, device=x.device)
     rows, columns, warps = PLAIN
     stride = x.stride(0)
     constants = {**_constants(kind, x), "ROWS": rows, "COLUMNS": columns, "num_warps": warps}
-    key = (*traits(x), stride, m, f, kind)
-    launch(_forward_kernel, -(-f // columns), key, x.get_device(), (x, y, stride, m, f), constants, -(-m // rows))
+    for part, to in _by_launches(x, y):
+        m = part.shape[0]
+        key, args = (*traits(part), stride, m, f, kind), (part, to, stride, m, f)
+        launch(_forward_kernel, -(-f // columns), key, x.get_device(), args, constants, -(-m // rows))
     return y
 
 
@@ -324,14 +336,16 @@ def forward_quantized(
 
 def backward(dy: Tensor, x: Tensor, kind: str, y: Tensor | None = None) -> Tensor:
     """Return dx; also writes `forward`'s result to y (M, F) unless it is None."""
-    dy, x, f, m = rows_contiguous(dy), rows_contiguous(x), width(x, kind), x.shape[0]
+    dy, x, f = rows_contiguous(dy), rows_contiguous(x), width(x, kind)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, columns, warps = PLAIN
     dy_stride, stride = dy.stride(0), x.stride(0)
-    key = (*traits(dy, x, y), dy_stride, stride, m, f, kind)
-    args = (dy, x, dx, y, dy_stride, stride, m, f)
     constants = {**_constants(kind, x), "ROWS": rows, "COLUMNS": columns, "num_warps": warps}
-    launch(_backward_kernel, -(-f // columns), key, x.get_device(), args, constants, -(-m // rows))
+    for d, part, to, value in _by_launches(dy, x, dx, y):
+        m = part.shape[0]
+        key = (*traits(d, part, value), dy_stride, stride, m, f, kind)
+        args = (d, part, to, value, dy_stride, stride, m, f)
+        launch(_backward_kernel, -(-f // columns), key, x.get_device(), args, constants, -(-m // rows))
     return dx
 
 

@@ -64,11 +64,6 @@ def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, q.new_empty(batch, heads, rows, dtype=torch.float32)
 
 
-def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-    """Allocate dq, dk, dv."""
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
 def without_masks(attention: Callable[..., tuple[Tensor, Tensor]], refusal: str) -> Callable[..., Tensor]:
     """Make a backend's forward that returns only out; it raises ValueError(refusal) if masks or dropout are given.
 
@@ -91,15 +86,15 @@ def differentiable(
     forward: Callable[..., Results],
     backward: Callable[..., Results],
     *,
+    fake_backward: Callable[..., Results],
     saved: int,
     side_by_side: bool,
     fake_forward: Callable[..., Results] = lambda q, k, v, *_: empty_results(q, v),
-    fake_backward: Callable[..., Results] = lambda dout, q, k, v, *_: empty_gradients(q, k, v),
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return apply(tensors, settings, for_backward=()) -> out and lse; only out is differentiable, and once.
 
     The launchers' annotations are the schemas of the operators te_bench::{name}_forward and te_bench::{name}_backward,
-    whose shapes torch.compile gets from the fakes. Both launchers' arguments end with settings, backward's also with
+    whose shapes and strides the fakes tell. Both launchers' arguments end with settings, backward's also with
     for_backward. saved: how many of the first tensors backward takes. side_by_side: backward also takes apart=False.
     """
 

@@ -50,7 +50,7 @@ def _unpadded(x: Tensor, starts: Tensor, rows: int) -> Tensor:
     """Gather (sequences, heads, longest, features) -> (rows, heads, features); rows of no sequence are 0."""
     row = torch.arange(rows, device=x.device)
     sequence = torch.searchsorted(starts[1:].contiguous().to(row.dtype), row, right=True)
-    outside = sequence >= len(starts) - 1
+    outside = (row < starts[0]) | (sequence >= len(starts) - 1)
     sequence = sequence.clamp(max=len(starts) - 2)
     place = (row - starts[:-1][sequence]).clamp(min=0, max=x.shape[2] - 1)
     return x.transpose(1, 2)[sequence, place].masked_fill(outside[:, None, None], 0.0)

@@ -54,6 +54,11 @@ def misaligned(p: Problem) -> str | None:
     return None
 
 
+def readable(data: Tensor) -> Tensor:
+    """Return an operand's data, or a copy if TMA cannot read it: it must begin at a 16-byte address."""
+    return data.clone() if data.data_ptr() % 16 else data
+
+
 def unpadded(name: str, launch: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return NAME's `forward`, operator te_bench::NAME_gemm, around launch(a, b, *, out_dtype, fast_accum, bias).
 

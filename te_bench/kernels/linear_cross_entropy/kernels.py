@@ -237,11 +237,19 @@ def mean_kernel(losses, numbers, loss, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def scale_kernel(x, factor, out, n, IN_PLACE: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """Write x * factor to out, both (n,); IN_PLACE, nothing is read or written if the factor is 1."""
+def scale_kernel(
+    x, factor, out, n, IN_PLACE: tl.constexpr, FAR: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write x * factor to out, both (n,); IN_PLACE, nothing is read or written if the factor is 1.
+
+    FAR: a step beyond n, 32 bits would overflow.
+    """
     by = tl.load(factor)
     end = tl.where(by == 1.0, 0, n) if IN_PLACE else n
-    for start in tl.range(tl.program_id(0) * BLOCK, end, tl.num_programs(0) * BLOCK):
+    first = tl.program_id(0) * BLOCK
+    if FAR:
+        first = first.to(tl.int64)
+    for start in tl.range(first, end, tl.num_programs(0) * BLOCK):
         at = start + tl.arange(0, BLOCK)
         tl.store(out + at, rounded(tl.load(x + at, mask=at < n, other=0.0) * by, DTYPE), mask=at < n)
 
@@ -301,7 +309,9 @@ def mean(losses: Tensor, numbers: Tensor) -> Tensor:
 
 def scale(x: Tensor, factor: Tensor, out: Tensor) -> None:
     """Write x * factor to out; x contiguous float32, factor () float32, out of x's shape or x itself."""
-    n, constants = x.numel(), {"IN_PLACE": out is x, "DTYPE": FLOATS[out.dtype], "BLOCK": PIECE, "num_warps": 8}
+    n = x.numel()
     if n:
-        key = (*traits(x, factor, out), n, out is x)
+        key, far = (*traits(x, factor, out), n, out is x), n + PROGRAMS * PIECE >= 2**31
+        tile = {"BLOCK": PIECE, "num_warps": 8}
+        constants = {"IN_PLACE": out is x, "FAR": far, "DTYPE": FLOATS[out.dtype], **tile}
         launch(scale_kernel, min(triton.cdiv(n, PIECE), PROGRAMS), key, x.get_device(), (x, factor, out, n), constants)

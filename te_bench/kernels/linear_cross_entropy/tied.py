@@ -39,7 +39,7 @@ def embed_kernel(table, positions, tokens, out, N, T, V, D, ROWS: tl.constexpr, 
     there = inside & ((token >= 0) & (token < V))[:, None]
     row = tl.load(table + token.to(tl.int64)[:, None] * D + cols, mask=there, other=float("nan"))
     if positions is not None:
-        row += tl.load(positions + (i % T)[:, None] * D + cols, mask=inside, other=0.0)
+        row += tl.load(positions + (i % T).to(tl.int64)[:, None] * D + cols, mask=inside, other=0.0)
     tl.store(out + i.to(tl.int64)[:, None] * D + cols, row, mask=inside)
 
 

@@ -257,6 +257,7 @@ def add_forward(
         launch(_add_forward_kernel, max(1, -(-m // rows)), key, x.get_device(), looking, look)
     else:
         mean, rstd = statistics
+        key = (*key, *traits(mean, rstd))
     normed = total, weight, bias, scale, *layouts, mean, rstd, amax, counts, total.stride(0), m
     constants |= {"TARGET": FP8[dtype], **WIDE_CAST}
     grid = max(1, -(-m // WIDE_CAST["ROWS"])) * -(-n // WIDE_CAST["COLUMNS"])

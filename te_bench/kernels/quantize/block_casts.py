@@ -26,7 +26,7 @@ def mxfp8(
 ) -> Quantized:
     """Compute `block_formats.mxfp8`; portable=True runs exactly that on a GPU, too. Raises ValueError as it does."""
     if _by_kernels(x, counts, portable):
-        block_formats.check(x, rows, block_formats.MXFP8_BLOCK, rowwise, columnwise)
+        block_formats.check_mxfp8(x, dtype, rows, rowwise, columnwise)
         data, columns = block_kernels.mxfp8(x, dtype, rows, rowwise, columnwise)
     else:
         data, columns = _mxfp8(x.detach(), dtype, rows, rowwise, columnwise, portable, counts)
@@ -47,7 +47,7 @@ def nvfp4(
     """Compute `block_formats.nvfp4`; portable=True runs exactly that on a GPU, too. Raises ValueError as it does."""
     asked = rows, rowwise, columnwise, transform, seed
     if _by_kernels(x, counts, portable):
-        block_formats.check(x, rows, NVFP4_BLOCK, rowwise, columnwise)
+        block_formats.check_nvfp4(x, *asked)
         made = block_kernels.nvfp4(x, *asked)
     else:
         made = _nvfp4(x.detach(), *asked, portable, counts)

@@ -19,8 +19,9 @@ E4M3_LARGEST, E2M1_LARGEST = 448.0, 6.0
 NVFP4_LARGEST = E4M3_LARGEST * E2M1_LARGEST  # 2688: the scaled tensor's amax
 SMALLEST_SCALE = 0x00400000  # bits of 2^-127, E8M0's smallest, subnormal in float32
 
-#: The signs of the Hadamard transform of 16, fixed as in Transformer Engine (pytorch/tensor/nvfp4_tensor.py).
-SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+#: Bit i: the sign of element i in the Hadamard transform of 16, fixed as in Transformer Engine
+#: (pytorch/tensor/nvfp4_tensor.py).
+NEGATIVE = 0xD7E8
 
 #: bf16 elements times their block's scale. x = data for MXFP8, data * scale_inv (amax / 2688) for NVFP4.
 MXFP8_LAYOUT = Layout(torch.bfloat16, TENSOR, None)
@@ -41,7 +42,7 @@ def mxfp8_elements(v: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Eleme
     254 and saturates.
     """
     limit = torch.finfo(dtype).max
-    bits = (_amax(v) * v.new_tensor(1 / limit)).view(torch.int32)
+    bits = (_amax(v) * (1 / limit)).view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     up = (mantissa > 0) & ~((exponent == 0) & (mantissa <= SMALLEST_SCALE))
     code = (exponent + up).clamp(max=254)
@@ -65,7 +66,7 @@ def nvfp4_elements(v: Tensor, amax: Tensor, random: Tensor | None = None) -> Ele
     encode = (torch.full_like(amax, NVFP4_LARGEST) / amax).clamp(max=LARGEST)
     encode = torch.where((amax > 0) & (encode > 0), encode, 1.0)
     decode = encode.reciprocal()
-    sixth = encode * encode.new_tensor(1 / E2M1_LARGEST)
+    sixth = encode * (1 / E2M1_LARGEST)
     wanted = (_amax(v) * sixth).clamp(max=E4M3_LARGEST)
     scales = widened(wanted.to(torch.float8_e4m3fn))
     inverse = (scales * decode).reciprocal().clamp(max=LARGEST)
@@ -96,8 +97,12 @@ def _step(size: Tensor) -> Tensor:
 
 
 def hadamard(v: Tensor) -> Tensor:
-    """Return bf16(v diag(SIGNS) H / 4), v (..., 16) float32, H[i, j] = (-1)^popcount(i & j), nearly orthogonal."""
-    y = v * v.new_tensor(SIGNS)
+    """Return bf16(v diag(s) H / 4), v (..., 16) float32, H[i, j] = (-1)^popcount(i & j), nearly orthogonal.
+
+    s: signs, -1 where NEGATIVE has a 1.
+    """
+    element = torch.arange(NVFP4_BLOCK, device=v.device)
+    y = torch.where(1 << element & NEGATIVE > 0, -v, v)
     for width in (1, 2, 4, 8):
         a, b = y.unflatten(-1, (-1, 2, width)).unbind(-2)
         y = torch.stack((a + b, a - b), -2).flatten(-3)
@@ -110,7 +115,7 @@ def alpha(a: Tensor, b: Tensor) -> Tensor:
     gA and gB are the tensors' amaxes, recovered exactly from amax / 2688 in float64.
     """
     both = (a * NVFP4_LARGEST).float() * (b * NVFP4_LARGEST).float()
-    return both * both.new_tensor(1 / NVFP4_LARGEST**2)
+    return both * (1 / NVFP4_LARGEST**2)
 
 
 def mxfp8(
@@ -127,9 +132,7 @@ def mxfp8(
     data_t is a view of memory in x's orientation. counts as in quantize.Backend. Raises ValueError for other rows,
     dtypes and shapes, and if no layout is requested.
     """
-    check(x, rows, MXFP8_BLOCK, rowwise, columnwise)
-    if dtype not in FORMATS:
-        raise ValueError(f"dtype {dtype}: {' or '.join(map(str, FORMATS))}")
+    check_mxfp8(x, dtype, rows, rowwise, columnwise)
     v = x.detach().float()
 
     def cast(a: Tensor, count: bool) -> Tensor:
@@ -164,9 +167,7 @@ def nvfp4(
     (`random_bytes`). data_t is a view of memory in x's orientation. counts as in quantize.Backend. Raises ValueError
     for other rows and shapes, and if no layout is requested.
     """
-    check(x, rows, NVFP4_BLOCK, rowwise, columnwise)
-    if rows > 1 and (transform or seed is not None):
-        raise ValueError(f"rows {rows}: neither transformed nor rounded stochastically; give rows=1")
+    check_nvfp4(x, rows, rowwise, columnwise, transform, seed)
     v = x.detach().float()
 
     def cast(a: Tensor, stream: int, count: bool) -> tuple[Tensor, Tensor]:
@@ -212,7 +213,8 @@ def philox(seed: Tensor, first: Tensor, second: int | Tensor, third: int | Tenso
     """
     zero = torch.zeros_like(first)
     even, odd = torch.stack([first, zero + third]), torch.stack([zero + second, zero])  # counter 0 and 2, 1 and 3
-    factors, more = (torch.tensor(pair, device=seed.device) for pair in (_FACTORS, _MORE))
+    # Filled, because a capture refuses to copy a host's tensor to the device.
+    factors, more = (torch.stack([seed.new_full((), number) for number in pair]) for pair in (_FACTORS, _MORE))
     key = torch.stack([seed & _WORD, (seed >> 32) & _WORD])
     for _ in range(rounds):
         product = even * factors[:, None]  # it overflows int64's sign, but the bits are right
@@ -224,7 +226,21 @@ def philox(seed: Tensor, first: Tensor, second: int | Tensor, third: int | Tenso
 _WORD, _FACTORS, _MORE = 0xFFFFFFFF, (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 
 
-def check(x: Tensor, rows: int, square: int, rowwise: bool, columnwise: bool) -> None:
+def check_mxfp8(x: Tensor, dtype: torch.dtype, rows: int, rowwise: bool, columnwise: bool) -> None:
+    """Raise ValueError for what `mxfp8` refuses."""
+    _check(x, rows, MXFP8_BLOCK, rowwise, columnwise)
+    if dtype not in FORMATS:
+        raise ValueError(f"dtype {dtype}: {' or '.join(map(str, FORMATS))}")
+
+
+def check_nvfp4(x: Tensor, rows: int, rowwise: bool, columnwise: bool, transform: bool, seed: Tensor | None) -> None:
+    """Raise ValueError for what `nvfp4` refuses."""
+    _check(x, rows, NVFP4_BLOCK, rowwise, columnwise)
+    if rows > 1 and (transform or seed is not None):
+        raise ValueError(f"rows {rows}: neither transformed nor rounded stochastically; give rows=1")
+
+
+def _check(x: Tensor, rows: int, square: int, rowwise: bool, columnwise: bool) -> None:
     """Raise ValueError unless x is a float (M, N), rows 1 or `square`, and a layout requested."""
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"x {tuple(x.shape)} of {x.dtype}: it must be (M, N), of float32, bfloat16 or float16")

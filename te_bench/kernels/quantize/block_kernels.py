@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from te_bench.kernels.launch import launch, rows_contiguous, traits
-from te_bench.kernels.quantize.block_formats import MXFP8_BLOCK, NVFP4_BLOCK
+from te_bench.kernels.quantize.block_formats import MXFP8_BLOCK, NEGATIVE, NVFP4_BLOCK
 from te_bench.kernels.quantize.kernels import load_tile
 from te_bench.kernels.tile import FP8, INTERPRETED, rounded
 
@@ -27,7 +27,7 @@ MAGIC = tl.constexpr(12582912.0)  # 1.5 x 2^23: adding that many steps rounds to
 # Float32, as in the rules.
 PER_E4M3, PER_E5M2, PER_E2M1 = (tl.constexpr(torch.tensor(1 / limit).item()) for limit in (448, 57344, 6))
 LARGEST = tl.constexpr(3.4028234663852886e38)
-NEGATIVE = tl.constexpr(0xD7E8)  # bit i: the sign of element i, as block_formats.SIGNS
+SIGNS = tl.constexpr(NEGATIVE)
 UNALIGNED = ["seed", "amaxes", "scale_inv", "scale_inv_t"]
 
 
@@ -150,7 +150,7 @@ def _transformed(v):
     both = i & j
     if INTERPRETED:  # the interpreter multiplies bf16's bits
         v = v.to(tl.float32)
-    odd = (both ^ (both >> 1) ^ (both >> 2) ^ (both >> 3) ^ (NEGATIVE >> i)) & 1
+    odd = (both ^ (both >> 1) ^ (both >> 2) ^ (both >> 3) ^ (SIGNS >> i)) & 1
     h = tl.where(odd == 1, -0.25, 0.25).to(v.dtype)
     return rounded(tl.dot(v, h, input_precision="ieee"), tl.bfloat16).to(tl.float32)
 

@@ -59,12 +59,12 @@ def _code(v, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
 
 @triton.jit
 def block_pack_kernel(
-    x, data, scales, M, K, stride, stride_k,
+    x, data, scales, M, K, stride, stride_k, across,
     FORMAT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Write one tile of scales and its elements; x (M, K) is padded with zeros."""
+    """Write one tile of scales, of which `across` are beside each other, and its elements; x (M, K) is zero-padded."""
     COLUMNS: tl.constexpr = BLOCKS * WIDTH
-    down, right, across = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    down, right = tl.program_id(0) // across, tl.program_id(0) % across
     rows, cols = down * ROWS + tl.arange(0, ROWS), right * COLUMNS + tl.arange(0, COLUMNS)
     at = rows.to(tl.int64)[:, None] * stride + cols.to(tl.int64)[None, :] * stride_k
     v = tl.load(x + at, mask=(rows < M)[:, None] & (cols < K)[None, :], other=0.0).to(tl.float32)
@@ -102,7 +102,7 @@ def packed(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     across = wide * per_byte // (width * BLOCKS)
     data = x.new_empty(high * ROWS, wide, dtype=torch.uint8)
     scales = x.new_empty(1, high, across, 2, ROWS * BLOCKS // 2, dtype=torch.uint8)
-    args = (x, data, scales, m, k, *x.stride())
+    args = (x, data, scales, m, k, *x.stride(), across)
     constants = {
         "FORMAT": name,
         "WIDTH": width,
@@ -111,5 +111,5 @@ def packed(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
         "num_warps": 8,
         "enable_fp_fusion": False,
     }
-    launch(block_pack_kernel, high, (*traits(x), *args[3:], name), x.get_device(), args, constants, across)
+    launch(block_pack_kernel, high * across, (*traits(x), *args[3:], name), x.get_device(), args, constants)
     return data.view(dtype), scales.view(of_scales)

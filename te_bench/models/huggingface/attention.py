@@ -176,9 +176,10 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Compute softmax(scaling Q K^T, masked) V; query (B, H, T, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv).
 
-    Returns (B, T, H, Dv). attention_mask: from `mask`; or bool, broadcasting to (B, H, T, S), True for visible keys; or
-    None: causal as is_causal or the module says, with sliding_window. cu_seq_lens_q, cu_seq_lens_k, max_length_q and
-    max_length_k describe sequences packed in a batch of one. Raises ValueError for the unsupported.
+    Returns (B, T, H, Dv). attention_mask: from `mask`; or broadcasting to (B, H, T, S), bool, True for visible keys, or
+    numbers, 0 for these and the dtype's least for others; or None: causal as is_causal or the module says, with
+    sliding_window. cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k describe sequences packed in a batch of
+    one. Raises ValueError for the unsupported.
     """
     for name, meaning in ABSENT.items():
         if others.get(name) is not None and others[name] is not False:
@@ -195,7 +196,8 @@ def attention(
     problem = describe(q, k, v, mask=seen.mask is not None, **options)
     if seen.starts is None:
         backend = _choose(problem, in_fp8)
-        return attend(backend, q, k, v, mask=seen.mask, scale=scale, **options).transpose(1, 2), None
+        out = attend(backend, q, k, v, mask=seen.mask, scale=scale, **options)
+        return out.transpose(1, 2).contiguous(), None  # some models view it
     starts_k, longest_k = others.get("cu_seq_lens_k"), others.get("max_length_k")
     starts = seen.starts, seen.starts if starts_k is None else starts_k
     longest = seen.longest, seen.longest if longest_k is None else int(longest_k)
@@ -216,17 +218,30 @@ def _read(
     if isinstance(given, Seen):
         return given
     if isinstance(given, Tensor):
-        if given.dtype is not torch.bool:
-            raise ValueError(
-                f"attn_implementation={_name(in_fp8)!r}: the mask is {given.dtype}, to be added to the scores: give a bool "
-                "one, True for what is seen"
-            )
-        return Seen(mask=~given)
+        return Seen(mask=_hidden(given, in_fp8))
     asked = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(asked) and query.shape[2] > 1  # with a single row, all keys in the cache precede it
     if sliding_window is None:
         return Seen(causal)
     return Seen(causal, (sliding_window - 1, 0 if causal else sliding_window - 1))
+
+
+def _hidden(given: Tensor, in_fp8: bool) -> Tensor:
+    """Return a mask's hidden keys: False of a bool one, its dtype's least numbers of one to be added to the scores.
+
+    A row that sees no key is then hidden wholly, where the least number added to all its scores would let it see all.
+    Raises ValueError if it adds other numbers.
+    """
+    if given.dtype is torch.bool:
+        return ~given
+    what = f"attn_implementation={_name(in_fp8)!r}: the mask is {given.dtype}, to be added to the scores"
+    if _capturing(given.device):
+        raise ValueError(f"{what}, whose numbers a CUDA graph cannot look at: train without a graph")
+    if given.is_floating_point() and not given.requires_grad:
+        hidden = given <= torch.finfo(given.dtype).min / 2
+        if bool((hidden | (given == 0)).all()):
+            return hidden
+    raise ValueError(f"{what}, and not 0 or the least number everywhere: give a bool one, True for what is seen")
 
 
 def _read_sequences(seen: Seen, given: dict[str, Any]) -> Seen:

@@ -115,5 +115,5 @@ def _is_usual(function: Any) -> bool:
         return all(
             torch.allclose(x, y, atol=1e-5) for x, y in zip(made, apply_rotary_pos_emb(q, k, cos, sin), strict=True)
         )
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+    except Exception:  # whatever it raises, it computes something else
         return False

@@ -8,9 +8,10 @@ from pathlib import Path
 from te_bench.experiments import run_options
 from te_bench.experiments.spec import Experiment, Options
 from te_bench.reports.convergence import planning
-from te_bench.reports.convergence.design import MOST_ROUNDS, Design, design_of, listed, trial_seconds
+from te_bench.reports.convergence.design import MOST_ROUNDS, Design, design_of, trial_seconds
 from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine, first_judgement
 from te_bench.reports.convergence.forecast import Forecast, fewest_seeds, forecast
+from te_bench.reports.convergence.prediction import listed
 from te_bench.reports.convergence.skewed import FEWEST
 
 
@@ -49,8 +50,7 @@ def seeds_of_budget(one: Experiment, asked: Options, earlier: EarlierRuns, out: 
     most = min(limit, takes.within(asked.budget_s * machine.slots))
     budget = planning.duration(asked.budget_s)
     if most < fewest:
-        unknown = asked.as_pilot or (about.outlook if isinstance(about, Forecast) else about.spread) is None
-        needed = fewest if unknown else about.needed
+        needed = fewest if asked.as_pilot or not about.known else about.needed
         if needed is None:
             raise TooSmallError(
                 f"--budget {budget} holds no verdict, and by the planned spread no number of {unit} would"
@@ -68,16 +68,9 @@ def seeds_of_budget(one: Experiment, asked: Options, earlier: EarlierRuns, out: 
         return seeds, None
     return seeds, (
         f"{seeds} {unit} suffice for half the margin. --seeds {most}, which --budget {budget} holds, take "
-        f"{machine.hours(takes.of(most))} and have a power of {_power(about, most)} in place of {_power(about, seeds)}"
+        f"{machine.hours(takes.of(most))} and have a power of {listed(about.option(most).power)} in place of "
+        f"{listed(about.option(seeds).power)}"
     )
-
-
-def _power(about: Design | Forecast, seeds: int) -> str:
-    """Return the power at the plan's gaps."""
-    if isinstance(about, Forecast):
-        assert about.outlook is not None
-        return listed(about.option(seeds, about.outlook).power)
-    return listed(about.option(seeds).power)
 
 
 def _ask_for_pilot(one: Experiment, asked: Options, machine: Machine, out: Path, missing: Sequence[str]) -> str:

@@ -17,13 +17,19 @@ from te_bench.experiments.spec import Experiment, Scalar, Trial
 from te_bench.experiments.suites.convergence import BROKEN, PILOT
 from te_bench.reports.analysis.naming import judges_fewer_bits
 from te_bench.reports.convergence import planning, pooled, power
-from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine, family
+from te_bench.reports.convergence.earlier_runs import EarlierRuns, family
+from te_bench.reports.convergence.prediction import (
+    ENOUGH,
+    GAPS,
+    Option,
+    Prediction,
+    measured,
+    power_table,
+    warn_of_half,
+)
 from te_bench.reports.convergence.skewed import FEWEST
 from te_bench.reports.convergence.study import Study
 
-#: True gaps to give the power for, as shares of the margin, beside the gap that was measured so far.
-GAPS = (0.0, 1 / 3, 1 / 2)
-ENOUGH = 0.97  # power at the largest of GAPS that more seeds or rounds hardly raise
 FEWEST_FREEDOM = 6  # of a spread; with fewer its 80 % bound is at least 1.4 times the estimate
 MOST_ROUNDS = 200
 _STEPS = (4, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 65, 80, 100)  # rounds of the table
@@ -75,98 +81,35 @@ ASSUMED: tuple[tuple[Mapping[str, Scalar], RunSpread], ...] = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Option:
-    """A number of rounds, its cost and its power; None if time or spread is unknown."""
-
-    rounds: int
-    runs: int
-    seconds: float | None  # if one run follows another
-    power: tuple[float, ...] | None  # at the plan's gaps, by the planned spread
-    power_of_others: tuple[float, ...] | None = None  # of the hardest recipe after the one that is judged first
-
-    @property
-    def at_half(self) -> float:
-        """The power where the true gap is the largest of GAPS, half the margin."""
-        return self.power[len(GAPS) - 1] if self.power else 0.0
-
-
-def gaps_of(margin: float, measured: float | None) -> tuple[float, ...]:
-    """Return the true gaps to give the power for: GAPS of the margin, and the gap measured so far, if it is known."""
-    return (*(share * margin for share in GAPS), *(() if measured is None else (measured,)))
-
-
-def listed(power: Sequence[float] | None) -> str:
-    """Return the power at each gap in words: 99%, 93%, 74%."""
-    return ", ".join(f"{share:.0%}" for share in power or ())
-
-
-def measured(gap: float | None) -> str:
-    """Return words that follow "where the true gap is": which of the gaps is by what was measured."""
-    return "" if gap is None else f" (the last, {gap:.2g}, is by the gaps measured so far)"
-
-
-def warn_of_half(plan: Option, margin: float) -> list[str]:
-    """Return a warning, indented, if the plan would rather not show a gap of half the margin."""
-    if plan.power is None or plan.at_half >= 0.5:
-        return []
-    return [
-        f"  warning: where the true gap is half the margin, {margin / 2:.2g} nat, {plan.at_half:.0%} of such studies show it"
-    ]
-
-
-def power_table(
-    rows: Sequence[Option], machine: Machine, *, gaps: Sequence[float], planned: int, unit: str
-) -> list[str]:
-    """Return table lines: rounds or seeds, runs, hours of the device, and power at the gaps; * marks the plan.
-
-    Behind a bar stands the power of recipes that are judged after the first, if there are any.
-    """
-    hours = "GPU h" if machine.device == "cuda" else "CPU h"
-    heads = " ".join(f"{f'{gap:.4f}'.rstrip('0').rstrip('.'):>7}" for gap in gaps)
-    after = f" | {heads}" if any(one.power_of_others for one in rows) else ""
-    lines = [f"  {unit:>8} {'runs':>6} {hours:>7}  {heads}{after}"]
-    for one in rows:
-        cost = "-" if one.seconds is None else f"{machine.device_s(one.seconds) / 3600:.3g}"
-        shown = (" ".join(f"{p:>7.0%}" for p in each) for each in (one.power, one.power_of_others) if each)
-        mark = " *" if one.rounds == planned else ""
-        lines.append(f"  {one.rounds:>8} {one.runs:>6} {cost:>7}  {' | '.join(shown)}{mark}")
-    return lines
-
-
 @dataclass(frozen=True, kw_only=True)
-class Design:
-    """The plan, and its alternatives."""
+class Design(Prediction):
+    """The plan of a pool, and its alternatives."""
 
     rounds: int
     ratio: int
     recipes: int
     family: int  # recipes in Holm's procedure: more if this is a part of a plan that has begun
-    margin: float
     alpha: float
     spread: RunSpread | None
     unused: str | None  # why existing records do not give a spread
     broken: int  # runs of the planted fault
     takes: planning.SeedSeconds | None  # of rounds; the planted fault's runs are in the first rounds
-    time_from: str | None  # a sentence about estimated seconds
-    trial_s: Mapping[str, float | None]  # of each configuration, by Trial.cell
-    machine: Machine
-    pilot: bool
-    fixed: str | None = None  # a sentence: what was asked differs, and the first plan counts
-    rest: str | None = None  # a sentence: what the rest of a budget would buy
-    unseen_fault: str | None = None  # a sentence: no record shows the planted fault's gap
-    gap: float | None = None  # that was measured so far
 
     @property
-    def gaps(self) -> tuple[float, ...]:
-        return gaps_of(self.margin, self.gap)
+    def known(self) -> bool:
+        return self.spread is not None
 
-    def option(self, rounds: int) -> Option:
-        runs = rounds * (self.recipes + self.ratio) + min(rounds, self.broken)
-        shown = None
-        if self.spread is not None:
-            shown = tuple(self.power(rounds, gap) for gap in self.gaps)
-        return Option(rounds=rounds, runs=runs, seconds=self.seconds(rounds), power=shown)
+    @property
+    def least(self) -> int:
+        return FEWEST
+
+    def option(self, seeds: int) -> Option:
+        runs = seeds * (self.recipes + self.ratio) + min(seeds, self.broken)
+        shown = tuple(self.power(seeds, gap) for gap in self.gaps) if self.known else None
+        return Option(rounds=seeds, runs=runs, seconds=self.seconds(seeds), power=shown)
+
+    def at_half(self, seeds: int) -> float:
+        return self.power(seeds, GAPS[-1] * self.margin)  # alone, because each power is simulated
 
     def seconds(self, rounds: int) -> float | None:
         """Return the seconds of these rounds, one run at a time."""
@@ -204,14 +147,6 @@ class Design:
             alpha=self.alpha,
             most=MOST_ROUNDS,
         )
-
-    def enough(self, most: int) -> int:
-        """Return the fewest rounds, up to `most`, with a power of ENOUGH at the largest of GAPS."""
-        if self.spread is None:
-            return most
-        half = GAPS[-1] * self.margin
-        found = power.fewest(lambda rounds: self.power(rounds, half) > ENOUGH, FEWEST, most)
-        return most if found is None else min(found, most)
 
     @property
     def refused(self) -> str | None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,18 +13,11 @@ from te_bench.models.configs import configs
 from te_bench.reports.analysis.naming import arm_name, judges_fewer_bits
 from te_bench.reports.analysis.rows import trial_of
 from te_bench.reports.convergence import planning
-from te_bench.reports.convergence.design import (
-    ENOUGH,
-    Option,
-    gaps_of,
-    measured,
-    power_table,
-    trial_seconds,
-    warn_of_half,
-)
-from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine, family, first_plan
+from te_bench.reports.convergence.design import trial_seconds
+from te_bench.reports.convergence.earlier_runs import EarlierRuns, family, first_plan
 from te_bench.reports.convergence.planning import Outlook, Prospect, Spread
-from te_bench.reports.convergence.power import fewest, power, two_figures
+from te_bench.reports.convergence.power import power, two_figures
+from te_bench.reports.convergence.prediction import Option, Prediction, measured, power_table, warn_of_half
 from te_bench.reports.convergence.study import scope_of
 
 _SEEDS = (3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 65, 80, 100)  # of the table
@@ -33,34 +25,30 @@ TRUNK_BYTES = 12  # for each parameter: float32, with two moments
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forecast:
-    """What an experiment can conclude and costs; seconds: of one trial at a time, None if no record gives them."""
+class Forecast(Prediction):
+    """What pairs can conclude and cost; seconds: of one trial at a time, None if no record gives them."""
 
     outlook: Outlook | None  # None if the spread is unknown
     unused: str | None  # why existing records do not give a spread
     seeds: int
     runs: int
-    margin: float
     seconds: float | None
     broken: int  # runs of the planted fault, included in `runs`; broken_s: their seconds
     broken_s: float | None
     faults: int  # the number of seeds with a planted fault, if there are so many
-    trial_s: Mapping[str, float | None]  # of each configuration, by Trial.cell
-    machine: Machine
-    fixed: str | None = None  # a sentence: what was asked differs, and the first plan counts
-    rest: str | None = None  # a sentence: what the rest of a budget would buy
-    unseen_fault: str | None = None  # a sentence: no record shows the planted fault's gap
     scope: str | None = None  # of branches: the part of training that they judge
     trunk_bytes: int | None = None  # of a branch's trunk on disk; None if unknown
-    time_from: str | None = None  # a sentence about estimated seconds
-    pilot: bool = False
     primary: str | None = None  # name of the recipe that is judged before the others
     others: int = 0  # the number of recipes of the experiment that are judged after it
-    gap: float | None = None  # that was measured so far
 
     @property
-    def gaps(self) -> tuple[float, ...]:
-        return gaps_of(self.margin, self.gap)
+    def known(self) -> bool:
+        return self.outlook is not None
+
+    @property
+    def least(self) -> int:
+        pilot = 0 if self.outlook is None or self.outlook.spread.assumed else planning.FEWEST_AFTER_PILOT
+        return max(self._fewest, pilot)
 
     def to_json(self) -> dict[str, Any]:
         conclusion = None
@@ -137,7 +125,7 @@ class Forecast:
                 f"  chance that {'it' if self.primary else 'a recipe'} and A/A are both called EQUIVALENT{too}, where the "
                 f"true gap in nat is{measured(self.gap)}:",
                 *self._table(outlook),
-                *warn_of_half(self.option(self.seeds, outlook), self.margin),
+                *warn_of_half(self.option(self.seeds), self.margin),
             ]
             said += [f"  {_pool_instead(outlook)}"] if spread.correlation and outlook.recipes else []
         said += [f"  --pilot gives no spread: {self.unused}"] if self.unused else []
@@ -150,7 +138,7 @@ class Forecast:
         """Return the cost and power of other numbers of seeds, by the planned spread, at Holm's hardest step."""
         most = max(self.seeds, outlook.decisive.seeds_needed or 0, outlook.aa.seeds_needed or 0)
         options = [seeds for seeds in sorted({*_SEEDS, self.seeds}) if self._fewest <= seeds <= 2 * most]
-        return [self.option(seeds, outlook) for seeds in options]
+        return [self.option(seeds) for seeds in options]
 
     def _table(self, outlook: Outlook) -> list[str]:
         rows = self._options(outlook)
@@ -176,20 +164,13 @@ class Forecast:
         seed_s, fault_s = (self.seconds - self.broken_s) / self.seeds, self.broken_s / min(self.seeds, self.faults)
         return planning.SeedSeconds(seed_s=seed_s, fault_s=fault_s, faults=self.faults)
 
-    def enough(self, most: int) -> int:
-        """Return the fewest seeds, up to `most`, with a power of ENOUGH at the largest of GAPS."""
+    def option(self, seeds: int) -> Option:
         outlook = self.outlook
-        if outlook is None:
-            return most
-        least = self._fewest if outlook.spread.assumed else max(self._fewest, planning.FEWEST_AFTER_PILOT)
-        found = fewest(lambda seeds: self.option(seeds, outlook).at_half > ENOUGH, least, most)
-        return most if found is None else min(found, most)
-
-    def option(self, seeds: int, outlook: Outlook) -> Option:
-        """Return the runs, cost and power of a number of seeds."""
         faults = min(seeds, self.faults) / min(self.seeds, self.faults)  # as a share of the plan's
         runs = round((self.runs - self.broken) / self.seeds * seeds + self.broken * faults)
         seconds = None if self.takes is None else self.takes.of(seeds)
+        if outlook is None:
+            return Option(rounds=seeds, runs=runs, seconds=seconds, power=None)
         aa = power(seeds, outlook.spread.aa_sd_at_most, self.margin, alpha=outlook.aa.alpha)
         # For normal losses, b - a is independent of (a + b) / 2, so A/A's gap is independent of a recipe's. With one
         # bf16 run the two correlate, and the chance is a little larger.

@@ -99,12 +99,14 @@ def only_pairs(arm: Losses, matched: Matched) -> Losses:
     """Return the arm with the curves of its pairs alone, or all of them where there are no pairs."""
     if not matched.seeds:
         return arm
-    return replace(arm, curves={seed: curve for seed, curve in arm.curves.items() if seed in matched.seeds})
+    kept = frozenset(matched.seeds)
+    return replace(arm, curves={seed: curve for seed, curve in arm.curves.items() if seed in kept})
 
 
 def note_left_out(baseline: Losses, candidate: Losses, matched: Matched) -> str | None:
     """Return a note on runs without a partner, or None; a run that the candidate lacks may have diverged."""
-    lone = [[seed for seed in arm.final if seed not in matched.seeds] for arm in (baseline, candidate)]
+    of_pairs = frozenset(matched.seeds)
+    lone = [[seed for seed in arm.final if seed not in of_pairs] for arm in (baseline, candidate)]
     if not matched.seeds or not any(lone):
         return None
     arms = zip(lone, (baseline, candidate), strict=True)
@@ -269,9 +271,10 @@ def _moved(at: Array, values: Array) -> tuple[float, float]:
 
 
 def _called(seeds: Sequence[str]) -> str:
-    """Return seeds in words; runs whose names have no seed are called by them."""
-    what = "" if not all(map(str.isdecimal, seeds)) else "seed " if len(seeds) == 1 else "seeds "
-    return what + first_of(seeds, NAMED)
+    """Return seeds in words; runs whose names have no seed are called by them, two at most, because they are long."""
+    if not all(map(str.isdecimal, seeds)):
+        return first_of(seeds, 2)
+    return ("seed " if len(seeds) == 1 else "seeds ") + first_of(seeds, NAMED)
 
 
 def _named(arm: Losses, broke: Mapping[str, str]) -> str:

@@ -161,6 +161,7 @@ def _simulated(rounds: int, ratio: int, recipes: int, draws: int) -> list[list[L
     ]
 
 
+@functools.lru_cache(maxsize=1024)  # searches and tables of one plan ask for the same designs again and again
 def power(
     rounds: int,
     sd: float,

@@ -46,6 +46,7 @@ def at_most(sd: float, df: float) -> float:
     return sd * math.sqrt(df / float(chdtri(df, CAUTION)))
 
 
+@functools.lru_cache(maxsize=4096)  # searches and tables of one plan ask for the same designs again and again
 def tost_power(margin: float, *, se: float, df: float, gap: float = 0.0, alpha: float = 0.05) -> float:
     """Return the probability of EQUIVALENT for an estimate N(gap, se^2) whose error has df degrees of freedom."""
     if int(df) + 1 < skewed.FEWEST:

@@ -16,9 +16,9 @@ from te_bench.experiments.spec import Experiment, Options, Trial
 from te_bench.reports.analysis.naming import arm_name
 from te_bench.reports.convergence import planning
 from te_bench.reports.convergence.budget import command
-from te_bench.reports.convergence.design import Option, gaps_of, listed, measured
 from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine, first_judgement
 from te_bench.reports.convergence.forecast import forecast
+from te_bench.reports.convergence.prediction import Option, gaps_of, listed, measured
 
 CLOSE = 0.05  # a design that proves less is worth naming for so much more power at the largest of GAPS
 
@@ -139,8 +139,8 @@ def search(asked: Options, earlier: EarlierRuns, out: Path | None) -> Proposals 
         about = forecast(experiment, earlier)
         gap = about.gap if gap is None else gap  # of a branch as of the whole training
         about = dataclasses.replace(about, gap=gap)
-        fewest, takes, outlook = about.needed, about.takes, about.outlook
-        if fewest is None or fewest > MOST_SEEDS or takes is None or outlook is None:
+        fewest, takes = about.needed, about.takes
+        if fewest is None or fewest > MOST_SEEDS or takes is None:
             continue
         words = command("convergence", options, earlier.machine, earlier.timings)
         words += [*(["--only", only] if only else []), *(["--out", str(out)] if out else [])]
@@ -151,14 +151,14 @@ def search(asked: Options, earlier: EarlierRuns, out: Path | None) -> Proposals 
             left_out=len(every) - len(recipes),
             scope=about.scope,
             asked=options == asked and only is None,
-            option=about.option(fewest, outlook),
+            option=about.option(fewest),
             words=tuple(words),
         )
         least.append(proposal)
         most = min(MOST_SEEDS, takes.within(asked.budget_s * earlier.machine.slots))
         if most < fewest:
             continue
-        proposal = dataclasses.replace(proposal, option=about.option(max(fewest, about.enough(most)), outlook))
+        proposal = dataclasses.replace(proposal, option=about.option(max(fewest, about.enough(most))))
         if not any(other.replaces(proposal) for other in found):
             found.append(proposal)
     if not least:

@@ -26,7 +26,7 @@ def spent(fraction: Array, alpha: float) -> Array:
     return np.asarray(2 * ndtr(ndtri(alpha / 2) / np.sqrt(fraction)))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def t_levels(looks: tuple[int, ...], alpha: float = 0.05) -> tuple[float, ...]:
     """Return the one-sided level of each look, which together reject a true null hypothesis with probability `alpha`.
 

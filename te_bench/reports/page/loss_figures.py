@@ -60,10 +60,13 @@ def losses(comparison: TrainingComparison, axis: str) -> Figure | None:
             first = max(each[0].mean for each in found if each)
             notes.append(f"{what}: its first fall, from {first:.3g}, is above the frame")
     panels[-1].set_xlabel("step" if axis == "step" else "training time, s")
+    lines = 4
     for place, (training, whats) in enumerate(zip(drawn, above, strict=True)):
         panel = "" if len(whats) == len(shown) else "".join(f"{what} " for what in whats)
-        name = f"{_legend_name(training)}, {panel}above the frame" if whats else _legend_name(training)
-        handles.append(Line2D([], [], label="\n".join(text.folded(name, NAME)), **_line(place, 1)))
+        folded = text.folded(_legend_name(training) + (f", {panel}above the frame" if whats else ""), NAME)
+        handles.append(Line2D([], [], label="\n".join(folded), **_line(place, 1)))
+        lines += len(folded)
+    figure.set_figheight(figure.get_figheight() + 0.19 * lines)
     if part is _last_part:
         notes.append(f"each from where it is within {100 * NEAR:g} % of its end")
     if any(len(training.train) > SMOOTH for training in drawn):

@@ -118,7 +118,7 @@ def test_contract(name: str, shape: tuple[int, int], dtype: str, kind: str, devi
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["gelu", "gelu_erf", "swiglu", "srelu"])
-@pytest.mark.parametrize("shape", [(8192, 16384), (12288, 3072), (70001, 48)], ids=str)
+@pytest.mark.parametrize("shape", [(8192, 16384), (12288, 3072), (70001, 48), (2**20 + 4, 48)], ids=str)
 def test_contract_at_size(shape: tuple[int, int], kind: str) -> None:
     backend, (x, dy) = supported("triton", "cuda", quantized=True), draw(shape, kind, device="cuda")
     for value, exact in (

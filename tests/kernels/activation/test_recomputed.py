@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 from te_bench.kernels import activation
@@ -50,6 +51,19 @@ def assert_as_apart(
     assert packed.scale_inv.item() == packed.scale_inv_t.item() == apart.scale_inv.item()
     for name, wanted in theirs.items():
         torch.testing.assert_close(ours[name], wanted, rtol=slack, atol=0)
+
+
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+def test_rows_beyond_a_launch_s_are_another_s(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dy, x = draw((130, 20), kind)
+    columns = dy.t().contiguous().t()
+    made = []
+    for tallest in (kernels.TALLEST, 48):
+        monkeypatch.setattr(kernels, "TALLEST", tallest)
+        value = torch.empty_like(dy)
+        made.append([kernels.forward(x, kind), kernels.backward(columns, x, kind, value), value])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*made, strict=True))
 
 
 def by_kernel(dy: Tensor, x: Tensor, kind: str, **options: Any) -> tuple[Quantized, Tensor]:

@@ -47,6 +47,14 @@ def test_triton_is_the_reference_bit_for_bit(offset: int, device: str) -> None:
             assert_same(mine, other)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_the_reference_can_be_captured(form: str) -> None:
+    table = reference.table([few_bits((34, BLOCK), FORMS[form], "rt")])
+    rate, step, seed = torch.tensor(0.1), torch.tensor(1.0), torch.tensor(5)
+    with kernel_checks.WithoutHostTensors():
+        reference.step(table, rate=rate, step=step, betas=BETAS, eps=1e-8, seed=seed)
+
+
 def test_the_words_are_philoxs() -> None:
     """Triton's own, of 7 rounds; each element, parameter and step has others."""
     seed, step = torch.tensor(5), torch.tensor(3.0)

@@ -13,6 +13,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from test_contract import a_problem, assert_as_good_as_manual, by_definition, draw, gradients, largest, run, supported
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from te_bench.kernels import architecture
 from te_bench.kernels.attention.autograd import without_masks
@@ -84,6 +85,26 @@ def test_tma_reads_what_it_can_and_a_copy_of_the_rest() -> None:
         made = launch.make_readable(x)
         assert made is not x
         assert made.is_contiguous()
+
+
+def test_torch_compile_knows_the_gradients_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the inputs, of whose addresses it knows nothing; contiguous where TMA cannot write them."""
+    for name in list(vars(launch)):
+        if name.endswith("_kernel"):
+            monkeypatch.setattr(launch, name, MagicMock())
+    monkeypatch.setattr(torch.cuda, "device_of", lambda _: contextlib.nullcontext())
+    whole = torch.empty(2, 16, 4, 64, dtype=BF16).transpose(1, 2)
+    odd_base = torch.empty(whole.numel() + 1, dtype=BF16)[1:].view(2, 16, 4, 64).transpose(1, 2)
+    odd_stride = torch.empty(2, 16, 4, 68, dtype=BF16)[..., :64].transpose(1, 2)
+    expanded, across = whole[:, :1].expand(2, 4, 16, 64), torch.empty(2, 4, 64, 16, dtype=BF16).transpose(2, 3)
+    lse = torch.empty(2, 4, 16)
+    for x in (whole, odd_base, odd_stride, expanded, across):
+        made = launch.backward(whole, x, x, x, whole, lse, True, 0.125)
+        with FakeTensorMode() as fake:
+            faked, of, no_lse = (fake.from_tensor(t) for t in (x, whole, lse))
+            known = torch.ops.te_bench.gluon_attention_backward(of, faked, faked, faked, of, no_lse, True, 0.125, False)
+        assert [dx.stride() for dx in made] == [dx.stride() for dx in known]
+        assert made[0].stride(3) == 1
 
 
 def test_programs_share_a_pair_as_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:

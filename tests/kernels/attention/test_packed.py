@@ -125,6 +125,22 @@ def test_a_backend_that_takes_none_gets_them_padded(name: str, case: str, device
     assert_as_manual(name, case, device, tensors_of(keys, kv_heads, device))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["manual", "triton"])
+def test_rows_before_the_first_sequence_are_of_none(name: str, device: str) -> None:
+    tensors = drawn(device, *[(7, 2, 16)] * 4)
+
+    def of(begin: int) -> list[Tensor]:
+        starts_ = torch.tensor([begin, begin + 3, begin + 4], device=device)
+        options = {"causal": True, "scale": 0.25}
+        forward = lambda *qkv: attend_packed(attention.load(name), *qkv, starts_, starts_, (3, 3), **options)  # noqa: E731
+        return packed_gradients(forward, [t[3 - begin :] for t in tensors])
+
+    for among, alone in zip(of(3), of(0), strict=True):
+        assert (among[:3] == 0).all()
+        assert torch.allclose(among[3:], alone, atol=1e-5 if device == "cpu" else 0.05)
+
+
 def test_what_takes_none_is_posed_a_mask() -> None:
     problem = a_problem((4, 4, 70, 16), causal=True, packed=True)
     assert attention.posed(attention.load("triton"), problem) == problem

@@ -9,7 +9,7 @@ import triton as triton_package
 from test_contract import a_problem, by_definition, gradients, largest
 from torch import Tensor
 
-from te_bench.kernels import attention
+from te_bench.kernels import architecture, attention
 from te_bench.kernels.attention.backends import triton as ours
 from te_bench.kernels.attention.portable import backward
 from te_bench.kernels.attention.portable import forward as _kernels
@@ -370,5 +370,21 @@ def test_rows_further_apart_than_a_tile_s_32_bits_count(name: str) -> None:
         out = attend(leaf, leaf, leaf, causal=True, scale=0.25)
         out.backward(given)
         found.append((out.detach(), leaf.grad))
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.filterwarnings("error:divide by zero:RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("name", ["triton", "triton_fp8"])
+def test_an_l2_that_holds_more_heads_than_32_bits_count(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2^30 or 2^29 heads by 4 or 8 tiles make 2^32; so do 32 heads of 64 with 262,144 rows and one key on an H200."""
+    tensors = [torch.randn(1, 2, rows, 16).bfloat16() for rows in (512, 64, 64, 512)]
+    attend, found = attention.load(name).forward, []
+    for size in (2**20, 5 * 2**40):
+        monkeypatch.setattr(architecture, "l2_bytes", lambda device, size=size: size)
+        leaves = [t.detach().requires_grad_() for t in tensors[:3]]
+        out = attend(*leaves, causal=False, scale=0.25)
+        found.append([out.detach(), *torch.autograd.grad(out, leaves, tensors[3])])
     for mine, theirs in zip(*found, strict=True):
         assert torch.equal(mine, theirs)

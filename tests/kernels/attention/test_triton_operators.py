@@ -30,8 +30,14 @@ def packed() -> tuple[list[Tensor], tuple[Any, ...], tuple[Any, ...]]:
     return tensors, (None, None, begin, begin), (-1, 0, 0.25, 0.0, 70, 70)
 
 
+def transposed() -> tuple[list[Tensor], tuple[Any, ...], tuple[Any, ...]]:
+    """Features that are no neighbours, as of an einsum."""
+    tensors = [x.transpose(2, 3) for x in drawn("cpu", *[(2, 2, 16, 20)] * 4)]
+    return tensors, (None, None, None, None), (-1, 0, 0.25, 0.0, 0, 0)
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
-@pytest.mark.parametrize("case", [one_length, packed])
+@pytest.mark.parametrize("case", [one_length, packed, transposed])
 def test_the_operators_keep_their_word(case):
     """Shapes, strides and dtypes of their fakes among it."""
     (*qkv, dout), more, settings = case()

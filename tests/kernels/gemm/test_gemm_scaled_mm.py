@@ -49,6 +49,13 @@ def test_padding_is_exact(shape: tuple[int, int, int], pair: tuple[str, str], mo
         assert out.is_contiguous()
 
 
+@pytest.mark.parametrize("shape", [(1,), (17, 1), (17, 64)])
+def test_a_bias_that_torch_would_broadcast_is_refused(shape: tuple[int, ...]) -> None:
+    operands = integers((17, 64, 96), ("tensor", "tensor"))
+    with pytest.raises(ValueError, match=r"bias has shape .*: it must be \(64,\)"):
+        scaled_mm.forward(*operands, out_dtype=torch.float32, bias=torch.ones(shape))
+
+
 @pytest.mark.parametrize("shape", UNLIKE[::2], ids=str)
 def test_row_scales_leave_in_every_dtype_where_they_are_cutlasss(shape, monkeypatch):
     """Ada's and Blackwell's kernel of row scales leaves in bfloat16 alone (pytorch/pytorch, ScaledBlas.cpp)."""

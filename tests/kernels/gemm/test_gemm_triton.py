@@ -25,6 +25,20 @@ def test_rows_that_tma_cannot_read_are_named(n: int, k: int) -> None:
         triton.BACKEND.forward(*operands, out_dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_operands_that_tma_cannot_read_are_copied(device: str) -> None:
+    if device == "cpu" and not triton.INTERPRETED:
+        pytest.skip("on a CPU in the interpreter only")
+    operands = integers((16, 136, 32), ("tensor", "tensor"), device)
+    odd = []
+    for x in operands:
+        room = torch.zeros(x.data.numel() + 1, dtype=torch.uint8, device=device)
+        room[1:] = x.data.view(torch.uint8).flatten()
+        odd.append(x._replace(data=room[1:].view(x.data.dtype).view(x.data.shape)))
+    out = triton.BACKEND.forward(*odd, out_dtype=torch.float32)
+    assert torch.equal(out.double(), product(operands))
+
+
 def test_the_tile_is_the_one_with_less_of_a_last_wave() -> None:
     def chosen(
         m: int, n: int, out_dtype: torch.dtype = torch.bfloat16, promote: bool = False, **how: Any

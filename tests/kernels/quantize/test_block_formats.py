@@ -3,6 +3,7 @@
 Every value is checked in the plain reference; Triton's kernels are held to that, bit for bit.
 """
 
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_checks import DEVICES
+from kernel_checks import DEVICES, WithoutHostTensors
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from te_bench.kernels.quantize import (
     NONFINITE,
@@ -274,6 +276,15 @@ def test_operators_are_what_they_declare(layouts: tuple[bool, bool]) -> None:
         torch.library.opcheck(operator, (x, *given), test_utils=("test_schema", "test_faketensor"))
 
 
+def test_a_cast_that_counts_can_be_captured() -> None:
+    """Plain PyTorch counts, on a GPU, too."""
+    x, counts, seed = torch.randn(33, 40), torch.zeros(3, dtype=torch.int64), torch.tensor(5)
+    with WithoutHostTensors():
+        block_formats.mxfp8(x, E4M3, **BOTH, counts=counts)
+        block_formats.nvfp4(x, **BOTH, transform=True, seed=seed, counts=counts)
+    assert counts.any()
+
+
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
@@ -282,11 +293,16 @@ def test_operators_are_what_they_declare(layouts: tuple[bool, bool]) -> None:
         ({"rowwise": False, "columnwise": False}, "ask for at least one layout"),
     ],
 )
-def test_what_is_impossible_is_said(asked: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        block_casts.nvfp4(torch.ones(16, 16), **{**BOTH, **asked})
-    with pytest.raises(ValueError, match="must be"):
-        block_casts.mxfp8(torch.ones(16), E4M3, **BOTH)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_impossible_is_said(asked: dict[str, Any], reason: str, device: str) -> None:
+    with FakeTensorMode() if device == "cuda" else contextlib.nullcontext():  # a GPU's tensors, without a GPU
+        x = torch.empty(16, 16, device=device)
+        with pytest.raises(ValueError, match=reason):
+            block_casts.nvfp4(x, **{**BOTH, **asked})
+        with pytest.raises(ValueError, match="must be"):
+            block_casts.mxfp8(torch.empty(16, device=device), E4M3, **BOTH)
+        with pytest.raises(ValueError, match="dtype torch"):
+            block_casts.mxfp8(x, torch.uint8, **BOTH)
 
 
 def test_elements_times_scales_are_what_a_cast_gives() -> None:

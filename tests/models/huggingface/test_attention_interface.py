@@ -22,12 +22,15 @@ PADDED[1, :4] = 0
 UNPADDED = PADDED.bool()
 UNPADDED[:, 1:] &= UNPADDED[:, :-1].clone()  # what a row of padding, which sees nothing, predicts counts for nothing
 PACKED = torch.tensor([[*range(7), *range(9)], [*range(16)], [*range(3), *range(12), 0]])
+BAND = torch.ones(3, 1, LENGTH, LENGTH).tril(2).bool()
+LEAST = torch.finfo(torch.float32).min
 GIVEN: dict[str, dict[str, Any]] = {
     "causal": {},
     "padded": {"attention_mask": PADDED, "labels": tokens().masked_fill(~UNPADDED, -100)},
     "not padded": {"attention_mask": torch.ones_like(PADDED)},
     "packed": {"position_ids": PACKED, "use_cache": False},
-    "a mask of four dimensions": {"attention_mask": torch.ones(3, 1, LENGTH, LENGTH).tril(2).bool()},
+    "a mask of four dimensions": {"attention_mask": BAND},
+    "a mask of numbers": {"attention_mask": torch.zeros(BAND.shape).masked_fill(~BAND, LEAST)},
 }
 
 
@@ -133,7 +136,11 @@ def test_the_kernel_is_auto_or_what_is_asked_for() -> None:
         ("te_bench_fp8", {"attention_mask": PADDED}, "mask: FP8 attention has the causal one alone"),
         ("te_bench_fp8", {"position_ids": PACKED, "use_cache": False}, "Take attn_implementation='te_bench'"),
         ("te_bench", {"output_attentions": True}, "the weights of attention as an output"),
-        ("te_bench", {"attention_mask": torch.zeros(3, 1, LENGTH, LENGTH)}, "the mask is torch.float32, to be added"),
+        (
+            "te_bench",
+            {"attention_mask": 0.5 * BAND},
+            "the mask is torch.float32, to be added .* and not 0 or the least",
+        ),
     ],
 )
 def test_what_it_cannot_do_it_refuses(name: str, given: dict[str, Any], words: str) -> None:
@@ -141,6 +148,13 @@ def test_what_it_cannot_do_it_refuses(name: str, given: dict[str, Any], words: s
     model.set_attn_implementation(name)
     with pytest.raises(ValueError, match=words):
         model(**inputs("llama"), **given)
+
+
+def test_its_output_can_be_viewed_as_transformers_own_can() -> None:
+    """Some attentions call `view` on it."""
+    q, k, v = torch.randn(3, 2, 4, LENGTH, 8)
+    out, _ = attention.attention(None, q, k, v, None)
+    assert out.view(2, LENGTH, 32).shape == (2, LENGTH, 32)
 
 
 def test_soft_caps_and_biases_of_positions_are_refused() -> None:
@@ -184,7 +198,7 @@ def test_a_graph_of_packed_or_padded_rows_is_refused(given: str, said: str, monk
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("given", [name for name in GIVEN if name != "a mask of four dimensions"])
+@pytest.mark.parametrize("given", [name for name in GIVEN if not name.startswith("a mask")])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_on_a_gpu_in_bf16_it_is_as_near_to_float32_as_eager(family: str, given: str) -> None:
     exact = make(family, head_dim=64).cuda()

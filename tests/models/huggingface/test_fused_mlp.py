@@ -64,6 +64,14 @@ class Clipping(FeedForward):
         return out
 
 
+class Keyed(FeedForward):
+    """As Zamba2's, whose layer says which adapter to add."""
+
+    def forward(self, x: Tensor, layer: int | None = None) -> Tensor:
+        adapters = {0: self.w1}
+        return self.w2(F.silu(adapters[layer](x)) * self.w3(x))  # type: ignore[index]
+
+
 class Ungated(nn.Module):
     """As ViT's, whose activation is a module."""
 
@@ -129,7 +137,7 @@ def test_a_class_of_the_users_own_is_found_out(cls: Any, kind: str, dtype: torch
         assert (g - truth).norm() < (1e-5 if dtype is torch.float32 else 0.01) * truth.norm()
 
 
-@pytest.mark.parametrize("cls", [Scaled, Swapped, Erf])
+@pytest.mark.parametrize("cls", [Scaled, Swapped, Erf, Keyed])
 def test_what_computes_another_function_stays(cls: Any) -> None:
     model = nn.Sequential(cls())
     report = te.convert(model, parts="mlp")

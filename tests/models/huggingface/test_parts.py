@@ -1,6 +1,7 @@
 """te.convert(parts=...): families of transformers by te-bench's kernels compute the same, and go on as models do."""
 
 import copy
+import importlib
 import io
 import pickle
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, assert_same, inputs, make, run, tokens
+from families import FAMILIES, GQA, VOCAB, assert_same, inputs, make, run, tokens
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -32,6 +33,28 @@ STAYS: dict[str, dict[str, str]] = {
     "vit": {"rotary": NO_ROTARY, "head": NO_HEAD, **NO_BLOCKS},
     "whisper": {"mlp": "another function", "rotary": NO_ROTARY, "head": NO_HEAD, **NO_BLOCKS},
 }
+
+
+ODD = """
+from torch import nn
+
+
+class Odd(nn.Module):
+    def forward(self, x):
+        text = '''
+of a line that begins where the class does'''
+# as does this comment
+        return 2 * x if text else x
+"""
+
+
+def test_how_a_module_s_source_is_indented_is_no_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "oddly_indented.py").write_text(ODD)
+    monkeypatch.syspath_prepend(tmp_path)
+    model = make("llama")
+    model.model.layers[0].mlp = importlib.import_module("oddly_indented").Odd()
+    assert "attention: " in str(te.convert(model, parts="attention"))
+    assert model.config._attn_implementation == "te_bench"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -194,6 +217,38 @@ def test_a_model_without_attention_is_given_none() -> None:
     [part] = te.convert(transformers.MambaForCausalLM(config), parts="attention").parts
     assert part.after is None
     assert "it has no attention that goes by transformers' interface" in (part.reason or "")
+
+
+BIGBIRD = {
+    **{f"{side}_{size}": n for side in ("encoder", "decoder") for size, n in (("layers", 1), ("attention_heads", 2))},
+    **{"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "d_model": 32, "vocab_size": VOCAB, "max_position_embeddings": 32},
+    **{"decoder_start_token_id": 0, "dropout": 0.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "settings", "reason"),
+    [
+        ("DogeForCausalLM", "DogeConfig", GQA, "its DogeAttention computes with the mask of attention"),
+        (
+            "BigBirdPegasusForConditionalGeneration",
+            "BigBirdPegasusConfig",
+            BIGBIRD,
+            "transformers writes its attention out",
+        ),
+    ],
+)
+def test_an_attention_whose_masks_are_its_own_stays(model: str, config: str, settings: Any, reason: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    made = getattr(transformers, model)(getattr(transformers, config)(**settings))
+    given = {"input_ids": tokens(), "labels": tokens()}
+    loss, gradients = run(made, given)
+    stays = {part.part: part.reason or "" for part in te.convert(made, parts="all").parts}
+    assert reason in stays["attention"]
+    again, found = run(made, given)
+    torch.testing.assert_close(again, loss, rtol=1e-5, atol=0)
+    assert_same(found, gradients, 1e-4)
 
 
 @pytest.mark.parametrize("parts", ["mpl", ("linear", "mpl"), ()])

@@ -407,7 +407,7 @@ def test_the_time_to_read_a_csv_grows_with_its_rows_and_not_with_their_square(tm
     sides = [written(tmp_path, "\n".join(map(repr, (3 + draw.normal(size=30_000) / 9).tolist())), n) for n in "ab"]
     begun = time.process_time()
     found = judge_losses(*read_arms(*([side] for side in sides)), margin=0.05, paired=True)
-    assert time.process_time() - begun < 10
+    assert time.process_time() - begun < 5  # 1 s, and 10 s by the square
     assert found.comparison.n == 30_000
 
 

@@ -124,6 +124,7 @@ def test_the_headline_says_what_breaks_where_and_names_no_lowest_loss(tmp_path, 
     assert not any("lowest validation loss" in sentence.lower() for sentence in found)
 
 
+@pytest.mark.usefixtures("drawn_once")
 def test_the_report_shows_every_run_s_loss_by_its_rate_and_how_many_broke(tmp_path: Path) -> None:
     breaks = {"control": [64] * 6, "delayed_scaling": [64, 64, 16, 64, 64, 64], "broken": [1] * 6}
     [result] = load_report([run(tmp_path / "run", breaks, "lost")]).groups

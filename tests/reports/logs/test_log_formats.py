@@ -61,6 +61,54 @@ def test_tensorboard_s_own_writer_is_read_to_the_bit(tmp_path):
     assert found.notes == ()
 
 
+@pytest.mark.parametrize(
+    ("text", "validation", "training"),
+    [
+        # The source of the run stands before its losses, as modded-nanogpt writes it.
+        (
+            'print(f"step:{step}/{steps} val_loss:{val_loss:.4f}")\nstep:0/1390 val_loss:10.8258 train_time:0ms '
+            "step_avg:nanms\nstep:10/1390 train_loss:9.0001 train_time:99ms\nstep:1390/1390 val_loss:3.2766\n",
+            [(0, 10.8258), (1390, 3.2766)],
+            [(10, 9.0001)],
+        ),
+        (
+            "s:0 tel:11.0279\ns:10 trl:9.5000 lr:0.000600 norm:1.50\ns:19560 tel:3.2722\n",
+            [(0, 11.0279), (19560, 3.2722)],
+            [(10, 9.5)],
+        ),
+        (
+            "Epoch 1 | iter 128 step 1 | loss train: 10.998, val: n/a | iter time: 12.00 ms (step)\n"
+            "iter 256: val loss 9.1234, val time: 10.00 ms\n",
+            [(256, 9.1234)],
+            [(128, 10.998)],
+        ),
+        ("Step 1 | loss:2.085338592529297 lr:2e-05 tokens_per_second_per_gpu:57.8\n", None, [(1, 2.085338592529297)]),
+        (
+            # It repeats the last validation loss on every line.
+            "Training epoch 0, iteration 7/9 | lr: 6e-4 | global_step: 7 | peak_memory_usage: 9 | reduced_train_loss: 7.9\n"
+            "Training epoch 0, iteration 8/9 | lr: 6e-4 | global_step: 8 | reduced_train_loss: 7.1 | val_loss: 4.106\n"
+            "Training epoch 0, iteration 9/9 | lr: 3e-5 | global_step: 9 | reduced_train_loss: 1.2 | val_loss: 4.106\n",
+            [(8, 4.106)],
+            [(7, 7.9), (8, 7.1), (9, 1.2)],
+        ),
+        (  # in colours, and with a stray line as another trainer prints it
+            "\x1b[32mstep:1/2 train_loss:\x1b[0m9.0 t\n\x1b[32mstep:2/2 train_loss:8.0\x1b[0m\nbest so far s:5 tel:1.0\n",
+            None,
+            [(1, 9.0), (2, 8.0)],
+        ),
+    ],
+    ids=["modded-nanogpt", "llm.c", "LitGPT", "torchtune", "NeMo", "colours"],
+)
+def test_other_trainers_that_print_a_step_and_a_loss_on_one_line_are_read_as_nanogpt_is(
+    text, validation, training, tmp_path
+):
+    path = logs.written(tmp_path / "run.txt", text)
+    losses = {"train loss": training} if validation is None else {"val loss": validation, "train loss": training}
+    assert dict(read("nanogpt", path).losses) == losses
+    file = LogFile(path=path, content=path.read_bytes())
+    assert [name for name in FORMATS.names() if FORMATS.load(name).recognises(file)] == ["nanogpt"]
+
+
 @pytest.mark.parametrize("byte", [3, 9, 100, 130, len(EVENTS) - 6])
 def test_an_event_file_with_a_flipped_bit_is_refused(byte, tmp_path):
     damaged = bytearray(EVENTS)

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from te_bench.kernels import architecture
-from te_bench.kernels.attention.autograd import Gradients, empty_gradients, empty_results
+from te_bench.kernels.attention.autograd import Gradients, empty_results
 from te_bench.kernels.attention.hopper.backward_fused import gluon_attention_backward_fused_kernel
 from te_bench.kernels.attention.hopper.backward_keys import gluon_attention_backward_keys_kernel
 from te_bench.kernels.attention.hopper.backward_rows import gluon_attention_backward_rows_kernel
@@ -89,11 +89,24 @@ LONGEST = 2**31 // 128 - ROWS  # of a head, whose sums have 32-bit offsets
 FUSED_FROM: Mapping[int, int] = {64: LONG, 128: 2048}
 
 
-def make_readable(x: Tensor) -> Tensor:
-    """Return x, or a copy if TMA cannot read it: it needs nonzero strides of 16 bytes and contiguous rows."""
+def _fits(x: Tensor) -> bool:
+    """Return whether x's strides suit TMA: nonzero, of 16 bytes, with contiguous rows."""
     *outer, last = zip(x.shape, x.stride(), strict=True)
-    odd = last[1] != 1 or x.data_ptr() % 16 or any(size > 1 and (not step or step % 8) for size, step in outer)
-    return x.clone(memory_format=torch.contiguous_format) if odd else x
+    return last[1] == 1 and not any(size > 1 and (not step or step % 8) for size, step in outer)
+
+
+def make_readable(x: Tensor) -> Tensor:
+    """Return x, or a copy if TMA cannot read it, for its strides or its address."""
+    return x if _fits(x) and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+    """Allocate dq, dk, dv in the inputs' memory order if TMA can write it, whatever their addresses."""
+
+    def like(x: Tensor) -> Tensor:
+        return torch.empty_like(x, memory_format=torch.preserve_format if _fits(x) else torch.contiguous_format)
+
+    return like(q), like(k), like(v)
 
 
 def describe(x: Tensor, rows: int, line: int = 128) -> TensorDescriptor:
@@ -150,8 +163,8 @@ def backward(
     """
     if fused is None and not deterministic and k.shape[2] >= FUSED_FROM[k.shape[3]] and q.shape[2] <= LONGEST:
         fused = FUSED.get((k.shape[3], causal))
-    dout, q, k, v, out = (make_readable(x) for x in (dout, q, k, v, out))
     gradients = gradients or empty_gradients(q, k, v)
+    dout, q, k, v, out = (make_readable(x) for x in (dout, q, k, v, out))
     with torch.cuda.device_of(q):
         if fused is None:
             _backward_by_two(gradients, dout, q, k, v, out, lse, causal, scale)

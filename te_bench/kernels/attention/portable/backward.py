@@ -324,6 +324,7 @@ def backward(
     tail = extent.mask, seed, *find_starts(packed)
 
     sizes, ends = (*extent.strides(), *shape), (padded, extent.left, extent.right)
+    kv_pairs = batch * k.shape[1]
 
     def constants(tile: Tile) -> dict[str, Any]:
         return common | tile.constants() | {"WHOLE": packed is None and tile.divides(rows, keys)}
@@ -332,16 +333,16 @@ def backward(
         attention_backward_rows_kernel,
         padded // of_rows.rows * batch * heads,
         (q, k, v, dout, out, lse, lse_2, delta, dq, *tail),
-        (*row_strides(q, k, v, dout, out, dq), *sizes, heads_in_l2(keys, k, v) * group, *ends),
+        (*row_strides(q, k, v, dout, out, dq), *sizes, heads_in_l2(batch * heads, group, keys, k, v), *ends),
         constants(of_rows),
         (scale, dropout),
         (q.shape[2],),
     )
     run(
         attention_backward_keys_kernel,
-        triton.cdiv(keys, of_keys.keys) * batch * k.shape[1],
+        triton.cdiv(keys, of_keys.keys) * kv_pairs,
         (q, k, v, dout, lse_2, delta, dk, dv, *tail),
-        (*row_strides(q, k, v, dout, dk, dv), *sizes, heads_in_l2(rows * group, q, dout), *ends),
+        (*row_strides(q, k, v, dout, dk, dv), *sizes, heads_in_l2(kv_pairs, 1, rows * group, q, dout), *ends),
         constants(of_keys) | {"GROUP": group},
         (scale, dropout),
     )

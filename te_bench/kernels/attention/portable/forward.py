@@ -213,7 +213,7 @@ def forward(
     if packed is not None:  # for rows of no sequence
         out.zero_()
         lse.fill_(float("-inf"))
-    near = heads_in_l2(keys, k, v) * group
+    near = heads_in_l2(batch * heads, group, keys, k, v)
     strides = *row_strides(q, k, v, out), *extent.strides()
     constants = sizes | extent.constants() | tile.constants()
     constants |= {

@@ -259,7 +259,7 @@ def backward(
     common = {"D": d, "BLOCK_D": wide, "BLOCK_DV": wide_v, "CAUSAL": causal}
     own_rows, own_keys = backward_tiles(wide, wide_v, architecture.of_device(q.device))
     tile = of_rows or own_rows
-    near = heads_in_l2(padded_k, k8, v8, k) * group
+    near = heads_in_l2(batch * heads, group, padded_k, k8, v8, k)
     run(
         fp8_attention_backward_rows_kernel,
         triton.cdiv(rows, tile.rows) * batch * heads,
@@ -269,7 +269,7 @@ def backward(
         (scale,),
     )
     tile = of_keys or own_keys
-    near = heads_in_l2(padded_q * group, q8, dout8, q, dout)
+    near = heads_in_l2(batch * kv_heads, 1, padded_q * group, q8, dout8, q, dout)
     run(
         fp8_attention_backward_keys_kernel,
         triton.cdiv(keys, tile.keys) * batch * kv_heads,

@@ -164,7 +164,7 @@ def forward(
     (padded_q, wide), wide_v, group = q.by_rows.shape[2:], v.transposed.shape[3], heads // kv_heads
     tile = given or forward_tile(max(wide, wide_v), architecture.of_device(out.device))
     assert padded_q == padded(rows)
-    near = heads_in_l2(padded_k, k.by_rows, v.transposed.mT) * group
+    near = heads_in_l2(batch * heads, group, padded_k, k.by_rows, v.transposed.mT)
     integers = *row_strides(out), batch * heads, heads, rows, keys, group, near, padded_q, padded_k
     constants: dict[str, Any] = tile.constants() | {
         "DV": features, "BLOCK_D": wide, "BLOCK_DV": wide_v, "CAUSAL": causal, "EVEN": keys % tile.keys == 0,

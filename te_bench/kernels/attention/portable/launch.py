@@ -78,10 +78,15 @@ def row_strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(stride for x in tensors for stride in (x.stride(0) if x.shape[0] > 1 else 0, *x.stride()[1:3]))
 
 
-def heads_in_l2(length: int, *tensors: Tensor) -> int:
-    """Return for how many heads `length` rows of the tensors, (..., features), fit in 4/5 of the L2; at least one."""
-    bytes_a_head = length * sum(x.shape[-1] * x.element_size() for x in tensors)
-    return max(1, architecture.l2_bytes(tensors[0].device) * 4 // 5 // max(1, bytes_a_head))
+def heads_in_l2(pairs: int, group: int, length: int, *tensors: Tensor) -> int:
+    """Return for how many of `pairs` of sequence and head `length` rows of the tensors fit in 4/5 of the L2; at least
+    one.
+
+    tensors: (..., features); `group` heads share them. More than `pairs` would overflow pick_tile's 32-bit product.
+    """
+    bytes_a_group = length * sum(x.shape[-1] * x.element_size() for x in tensors)
+    groups = max(1, architecture.l2_bytes(tensors[0].device) * 4 // 5 // max(1, bytes_a_group))
+    return min(groups * group, pairs)
 
 
 def run(

@@ -18,7 +18,7 @@ from te_bench.kernels.gemm import Backend, Problem
 from te_bench.kernels.gemm.hopper.kernels import gluon_gemm_kernel
 from te_bench.kernels.gemm.hopper.plans import Tiling, plan
 from te_bench.kernels.gemm.operands import check, granularities, refusal
-from te_bench.kernels.gemm.operators import GROUP_M, misaligned, unpadded
+from te_bench.kernels.gemm.operators import GROUP_M, misaligned, readable, unpadded
 from te_bench.kernels.quantize import BLOCK, Operand
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
@@ -51,7 +51,7 @@ def launch(a: Operand, b: Operand, *, out_dtype: torch.dtype, fast_accum: bool, 
         raise ValueError(f"scales per {kind} x {other}: the Gluon GEMM has none in blocks; take triton or scaled_mm")
     out = a.data.new_empty((a.data.shape[0], b.data.shape[0]), dtype=out_dtype)
     p, scales = plan(out_dtype, promote=not fast_accum), (a.scale_inv, b.scale_inv)
-    run(p, a.data, b.data, bias, out, kind=kind, scales=scales, promote=not fast_accum)
+    run(p, readable(a.data), readable(b.data), bias, out, kind=kind, scales=scales, promote=not fast_accum)
     return out
 
 

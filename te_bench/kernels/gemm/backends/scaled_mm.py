@@ -65,7 +65,8 @@ def forward(
     # Training's fast path: this Python branch costs less than a microsecond, the checked path several.
     if a.layout[1:] == b.layout[1:] == PER_TENSOR and x.dim() == y.dim() == 2:
         (m, k), n = x.shape, y.shape[0]
-        if m and k and n and not (k % ALIGNMENT or n % ALIGNMENT):
+        fits = bias is None or bias.shape == (n,)  # torch would broadcast another one to a float32 D
+        if m and k and n and fits and not (k % ALIGNMENT or n % ALIGNMENT):
             return _multiply(x, y, x_inv, y_inv, bias, out_dtype, fast_accum)
     kind, _ = check(a, b, bias)
     (m, k), n = x.shape, y.shape[0]

@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from te_bench.kernels import architecture
 from te_bench.kernels.gemm import Backend, Problem
 from te_bench.kernels.gemm.operands import check, refusal
-from te_bench.kernels.gemm.operators import GROUP_M, INTERPRETED_PROCESSORS, misaligned, unpadded
+from te_bench.kernels.gemm.operators import GROUP_M, INTERPRETED_PROCESSORS, misaligned, readable, unpadded
 from te_bench.kernels.gemm.portable.kernels import scaled_kernel
 from te_bench.kernels.gemm.portable.tiles import tile
 from te_bench.kernels.quantize import BLOCK, Operand
@@ -49,8 +49,8 @@ def launch(a: Operand, b: Operand, *, out_dtype: torch.dtype, fast_accum: bool, 
     programs = min(processors, triton.cdiv(m, t.m) * triton.cdiv(n, t.n))
     with torch.cuda.device_of(a.data):
         scaled_kernel[(programs,)](
-            TensorDescriptor.from_tensor(a.data, [t.m, BLOCK]),
-            TensorDescriptor.from_tensor(b.data, [t.n, BLOCK]),
+            TensorDescriptor.from_tensor(readable(a.data), [t.m, BLOCK]),
+            TensorDescriptor.from_tensor(readable(b.data), [t.n, BLOCK]),
             TensorDescriptor.from_tensor(out, [t.m, t.n // t.parts]),
             *(a.scale_inv.contiguous(), b_scale_inv.contiguous(), None if bias is None else bias.contiguous(), m, n, k),
             *kinds,
