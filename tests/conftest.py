@@ -183,17 +183,12 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures are drawn as SVG alone, which tells all that PNG does: each PNG is empty."""
-    from matplotlib.figure import Figure
+def drawn_once() -> Iterator[None]:
+    """Figures are drawn as SVG alone."""
+    from svg_alone import svg_alone
 
-    right = Figure.savefig
-
-    def as_svg(figure: Figure, stream: Any, **how: Any) -> None:
-        if how["format"] == "svg":
-            right(figure, stream, **how)
-
-    monkeypatch.setattr(Figure, "savefig", as_svg)
+    with svg_alone():
+        yield
 
 
 @pytest.fixture

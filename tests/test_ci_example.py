@@ -52,6 +52,10 @@ assert os.environ["GH_TOKEN"] == "token"
 arguments = sys.argv[1:]
 if "--jq" in arguments:
     endpoint, how = arguments[2], arguments[arguments.index("--jq") + 1]
+    if arguments == ["api", "user", "--jq", ".login"]:
+        known = pathlib.Path("login")
+        print(known.read_text() if known.exists() else '{{"message": "not accessible"}}')
+        sys.exit(not known.exists())
     assert (arguments[:2], endpoint) == (["api", "--paginate"], "repos/team/repository/issues/7/comments")
     sys.exit(pathlib.Path("unreadable").exists() or subprocess.run(["jq", "-r", how, "comments.json"]).returncode)
 body = [pathlib.Path(a.removeprefix("body=@")).read_text() for a in arguments if a.startswith("body=@")]
@@ -215,18 +219,18 @@ def test_the_comment_is_the_gates_own_and_older_ones_are_folded(repository: Repo
     report = f"{MARKER}\n**PASS: ∞**\n"
     written.write_text(report)
 
-    def comment(number: int, kind: str, body: str) -> dict[str, Any]:
-        return {"id": number, "node_id": f"N{number}", "user": {"type": kind}, "body": body}
+    def comment(number: int, kind: str, body: str, login: str = "github-actions[bot]") -> dict[str, Any]:
+        return {"id": number, "node_id": f"N{number}", "user": {"type": kind, "login": login}, "body": body}
 
-    quoted = comment(1, "User", report)  # not to be edited, nor can it be
+    quoted = comment(1, "User", report, "someone")  # not to be edited, nor can it be
     other = comment(2, "Bot", "of another workflow")
     own = [comment(n, "Bot", f"{MARKER}\nold") for n in (3, 4, 5)]
     environment = {"GITHUB_REPOSITORY": "team/repository", "NUMBER": "7", "GH_TOKEN": "token"}
 
-    def done(*comments: Any) -> Any:
+    def done(*comments: Any, **named: str) -> Any:
         (repository.root / "comments.json").write_text(json.dumps(comments))
         (repository.root / "done.jsonl").unlink(missing_ok=True)
-        found = step("Comment", **environment)
+        found = step("Comment", **environment, **named)
         assert found.code == 0, found
         lines = (repository.root / "done.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines], "::notice::" in found.log
@@ -235,6 +239,22 @@ def test_the_comment_is_the_gates_own_and_older_ones_are_folded(repository: Repo
     assert done(quoted, other) == ([post], False)
     patch = ["PATCH", "repos/team/repository/issues/comments/5", report]
     assert done(quoted, other, *own) == ([patch, ["id=N3"], ["id=N4"]], False)
+    # Gates of one pull request that have names keep apart, and say their names.
+    named = [
+        ["POST", "repos/team/repository/issues/7/comments", f"<!-- te-bench gate {n} -->\n### {n}\n\n**PASS: ∞**\n"]
+        for n in "ab"
+    ]
+    assert done(quoted, *own, NAME="a") == ([named[0]], False)
+    of_a = comment(6, "Bot", named[0][-1])
+    assert done(*own, of_a, NAME="b") == ([named[1]], False)
+    assert done(*own, of_a, NAME="<!--a-->\n")[0][0][-1].startswith("<!-- te-bench gate !--a-- -->\n")
+    assert done(*own, of_a, NAME="a")[0] == [["PATCH", "repos/team/repository/issues/comments/6", named[0][-1]]]
+    assert done(*own, of_a) == ([patch, ["id=N3"], ["id=N4"]], False)
+    # With a person's token the comments are this person's.
+    (repository.root / "login").write_text("someone")
+    assert done(*own, quoted)[0] == [["PATCH", "repos/team/repository/issues/comments/1", report]]
+    assert done(*own)[0] == [post]
+    (repository.root / "login").unlink()
     (repository.root / "read-only").touch()  # a token that may not: the summary has the answer
     assert done(quoted) == ([post], True)
     assert done(quoted, *own) == ([patch, ["id=N3"], ["id=N4"]], True)  # of what cannot be folded the next one is

@@ -22,6 +22,7 @@ from te_bench.reports.analysis.rows import TIMED, load_results, trial_of
 from te_bench.reports.convergence import design, loss_verdict, planning
 from te_bench.reports.convergence.equivalence import compare
 from te_bench.reports.convergence.study import Study, studies
+from te_bench.reports.convergence.study_verdict import ArmVerdict
 from te_bench.reports.convergence.verdict import judge_study
 from te_bench.reports.exchange.submission import against_the_suite, is_clean, settled
 from te_bench.reports.page import text
@@ -94,6 +95,12 @@ def test_a_plan_s_times_are_those_of_the_records() -> None:
         "layer",
         "attention",
     }
+
+
+def test_a_step_that_gpus_share_is_planned_by_the_share_of_each() -> None:
+    one = next(r.trial for r in journal("h200/scaling").records.values() if r.trial.problem.get("world", 1) == 1)
+    eight = one.with_(world=8, parallel="ddp", batch=8 * one.problem["batch"])
+    assert estimate.seconds(eight) == pytest.approx(estimate.seconds(one))
 
 
 def test_an_emulated_format_s_steps_take_as_many_times_a_bf16_step_s_time_as_recorded() -> None:
@@ -250,15 +257,16 @@ def test_the_page_on_convergence_opens_with_the_numbers_of_the_records() -> None
     assert e4m3.speedup is not None
     sooner = e4m3.speedup.to_equal_loss
     assert sooner is not None
-    fewest, most = map(int, re.findall(r"(\d+) to (\d+) seeds each would show it", e4m3.judgement.reason)[0])
     took = {
         arm.kind: mean(run.record.wall_s for run in arm.runs.values() if run.record) for arm in study.arms if arm.ended
     }
-    took["recipe"] = mean(run.record.wall_s for run in e4m3.arm.runs.values() if run.record)
-    hours = [
-        (seeds * (took["control"] + took["aa"] + took["recipe"]) + BROKEN * took["broken"]) / 3600
-        for seeds in (fewest, most)
-    ]
+
+    def takes(one: ArmVerdict) -> str:
+        fewest, most = map(int, re.findall(r"(\d+) to (\d+) seeds each would show it", one.judgement.reason)[0])
+        a_seed = took["control"] + took["aa"] + mean(run.record.wall_s for run in one.arm.runs.values() if run.record)
+        hours = [(seeds * a_seed + BROKEN * took["broken"]) / 3600 for seeds in (fewest, most)]
+        return f"{fewest} to {most}, {hours[0]:.0f} to {hours[1]:.0f} GPU hours"
+
     beside = compare(*([one.arm.finals[seed] for seed in e4m3.seeds] for one in (e5m2, e4m3)), margin=found.margin)
     without = [
         mean(one.arm.finals[seed] - study.base(one.arm)[seed] for seed in one.seeds if seed != 10)
@@ -266,25 +274,20 @@ def test_the_page_on_convergence_opens_with_the_numbers_of_the_records() -> None
     ]
     page = " ".join((ROOT / "docs" / "convergence.md").read_text(encoding="utf-8").split())
 
-    def ends(interval: tuple[float, float] | None, between: str = ", ") -> str:
+    def ends(interval: tuple[float, float] | None) -> str:
         assert interval is not None
-        return between.join(f"{end:.4f}" for end in interval)
-
-    def half(interval: tuple[float, float] | None) -> str:
-        assert interval is not None
-        return f"{(interval[1] - interval[0]) / 2:.4f}"
+        return f"{interval[0]:.4f} to {interval[1]:.4f}"
 
     said = [
-        f"GPT-2 124M ended {c.gap:.4f} nat ({found.gap_percent(e4m3):.2f} %) above bf16.**",
         f"bf16's loss {sooner.value:.2f} times as fast (95 % [{sooner.low:.2f}, {sooner.high:.2f}])",
-        f"The gap lies between {ends(c.interval, ' and ')} nat (90 %, twelve seeds)",
-        f"or between {ends(c.interval_95, ' and ')} (95 %: known within {half(c.interval_95)})",
-        f"below the margin, {found.margin:g} nat; a new study with {fewest} to {most} seeds, "
-        f"{hours[0]:.0f} to {hours[1]:.0f} GPU hours, could.",
-        f"the default, the gap was {default.gap:.4f} nat [{ends(default.interval)}] (95 % [{ends(default.interval_95)}]: "
-        f"within {half(default.interval_95)})",
+        f"more than the margin, {found.margin:g} nat, twelve seeds do not tell",
+        *(
+            f"| {one.gap:.4f} ({found.gap_percent(of):.2f} %) | {ends(one.interval)} | {ends(one.interval_95)} | "
+            f"{'below' if one.gap < found.margin else 'above'} the margin | {takes(of)} |"
+            for of, one in ((e4m3, c), (e5m2, default))
+        ),
         f"Evaluated in FP8 instead of bf16, the gaps are {e4m3.native_gap:.4f} and {e5m2.native_gap:.4f}.",
-        f"E5M2 ended {beside.gap:.4f} nat above E4M3 (95 % [{ends(beside.interval_95)}])",
+        f"E5M2 ended {beside.gap:.4f} nat above E4M3 (95 % [{ends(beside.interval_95).replace(' to ', ', ')}])",
         f"Without seed 10, which lies far off, the gaps are {without[0]:.4f} and {without[1]:.4f}.",
     ]
     assert c.n == default.n == 12

@@ -31,8 +31,7 @@ from te_bench.advice.traps import Finding
 from te_bench.experiments.spec import OWN_ATTENTION, Record
 from te_bench.reports.analysis import naming
 from te_bench.reports.analysis.measures import Ratio
-from te_bench.reports.page import text
-from te_bench.reports.page.tables import TERMINAL_WIDTH
+from te_bench.reports.page import screen, text
 
 LINES = 23
 MEASURES = "A larger --budget would also measure"
@@ -45,7 +44,7 @@ def sentences(evidence: Evidence, decision: Decision, findings: Sequence[Finding
     said += [" ".join(filter(None, [_memory(question, decision), _predicted(evidence, decision.use)]))]
     said += [_checkpointing(evidence, decision.use)]
     said += [convergence.in_words(question, decision.use, decision.seconds)]
-    said += [fp8_in_words(evidence, decision.use)]
+    said += [fp8_in_words(evidence, decision.use, decision.fitting)]
     if findings:
         others = f" {len(findings) - 1} more: see Traps." if len(findings) > 1 else ""
         said += [f"Trap: {findings[0].what} {findings[0].mend}{others}"]
@@ -64,7 +63,7 @@ def terminal(evidence: Evidence, decision: Decision, findings: Sequence[Finding]
     copied = code(evidence.question, decision.use)
     unknown = decision.undecided and copied == [NOTHING]
     lines = [] if unknown else [f"    {line}" for line in copied]
-    wrap = textwrap.TextWrapper(TERMINAL_WIDTH, subsequent_indent="  ", break_on_hyphens=False, placeholder=" ...")
+    wrap = textwrap.TextWrapper(screen.WIDTH, subsequent_indent="  ", break_on_hyphens=False, placeholder=" ...")
     kept: list[str] = []
     *first, last = sentences(evidence, decision, findings)
     for number, sentence in enumerate(first):
@@ -102,8 +101,18 @@ def _use(evidence: Evidence, decision: Decision) -> str:
     if decision.undecided:
         return f"Undecided: {decision.undecided}."
     if decision.keeps:
-        return f"Keep what you have, {decision.have.words()}: nothing that was measured is faster."
+        return f"Keep what you have, {decision.have.words()}: {_nothing(evidence, decision)}."
     return f"Use {decision.use.words()}{_attention(evidence, decision.use)}."
+
+
+def _nothing(evidence: Evidence, decision: Decision) -> str:
+    """Return that no step is faster; of those that --memory forbids, the fastest that is."""
+    best = min(evidence.steps, key=lambda choice: typical(evidence.steps[choice]))
+    if best in decision.fitting:
+        return "nothing that was measured is faster"
+    held = text.gib(peak(evidence.steps[best]) or math.nan)
+    takes = f"{best.words()}, {measured_in_words(evidence.steps[best])}, takes {held} GiB"
+    return f"nothing that was measured and fits into --memory is faster; {takes}"
 
 
 def _attention(evidence: Evidence, use: Choice) -> str:
@@ -148,7 +157,7 @@ def _without_fp8(evidence: Evidence, decision: Decision) -> str:
     """Return a sentence about the fastest step without FP8, if the advised step uses FP8."""
     if decision.use.recipe is None or decision.undecided or decision.keeps:
         return ""
-    plain = [choice for choice in evidence.steps if choice.precision == "bf16" and choice != decision.have]
+    plain = [choice for choice in decision.fitting if choice.precision == "bf16" and choice != decision.have]
     best = min(plain, key=lambda choice: typical(evidence.steps[choice]), default=None)
     have = decision.have_seconds
     if best is None or (have is not None and typical(evidence.steps[best]) >= have):

@@ -1,6 +1,6 @@
 """Say whether the advised step trains like bf16: the nearest published verdict, and a command that tests the model."""
 
-from te_bench.advice.candidates import Choice, Question
+from te_bench.advice.candidates import OURS, Choice, Question
 from te_bench.experiments.suites.convergence import PILOT
 from te_bench.reports.analysis.naming import recipe_name, rival_name
 from te_bench.reports.convergence import published
@@ -28,7 +28,7 @@ def in_words(question: Question, choice: Choice, seconds: float) -> str:
     if choice.precision == "fp32":
         return "Convergence: float32 rounds less than bf16; there is nothing to prove."
     if choice.recipe is None:
-        if _has_fused_kernels(choice):
+        if _has_fused_kernels(choice) or choice.rival or choice.head or choice.attention in OURS:
             return "Convergence: bf16 as now, by other kernels; loss and gradients were checked, no whole training compared."
         return "Convergence: same bf16 arithmetic as now, so nothing changes."
     found = nearest(choice)

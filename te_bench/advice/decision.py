@@ -1,7 +1,7 @@
 """Decide by the verified records which choice to use, how much faster it is, and whether that is certain. No torch."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from te_bench.advice.advise import VERIFICATION, Evidence
@@ -46,6 +46,7 @@ class Decision:
     over_best: tuple[Choice, Ratio] | None  # over the fastest step without te-bench, unless that is the user's
     memory: float | None
     have_memory: float | None
+    fitting: tuple[Choice, ...]  # the measured steps that take at most --memory, or all where none does
     tied: tuple[Choice, ...]
     undecided: str | None
     why: str
@@ -75,7 +76,7 @@ def decide(evidence: Evidence, group: Group, memory: float | None = None) -> Dec
     if not fitting:
         undecided, why = "every step that was measured takes more than --memory", _less_memory(evidence)
     chosen, have = of_choice[best], of_choice.get(question.have)
-    others = [choice for choice in of_choice if choice.of_others]
+    others = [choice for choice in fitting or of_choice if choice.of_others]
     best_other = min(others, key=lambda choice: typical(evidence.steps[choice]), default=question.have)
     over = None if best_other in (best, question.have) else speedup(of_choice[best_other], chosen)
     memory_of, have_memory = (peak(chosen.ok), None) if have is None else peaks(chosen.ok, have.ok)
@@ -88,6 +89,7 @@ def decide(evidence: Evidence, group: Group, memory: float | None = None) -> Dec
         over_best=None if over is None else (best_other, over),
         memory=memory_of,
         have_memory=have_memory,
+        fitting=tuple(fitting or of_choice),
         tied=tuple(tied),
         undecided=undecided,
         why=why,
@@ -306,8 +308,8 @@ def linear_gains(evidence: Evidence) -> list[LinearGain]:
     return sorted(found, key=lambda gain: -gain.calls * gain.bf16.seconds)
 
 
-def fp8_in_words(evidence: Evidence, use: Choice) -> str:
-    """Return whether FP8 pays for this model here, by measured steps or else predictions, and from which width on."""
+def fp8_in_words(evidence: Evidence, use: Choice, fitting: Collection[Choice]) -> str:
+    """Return whether FP8 pays for this model here, by the steps that fit or else predictions, and from which width on."""
     if use.recipe:
         return ""
     if evidence.question.device == "cpu":
@@ -317,7 +319,7 @@ def fp8_in_words(evidence: Evidence, use: Choice) -> str:
     said, wider = _linears_in_words([gain for gain in linear_gains(evidence) if gain.ratio is not None])
     seconds = typical(evidence.steps[use])
     without = f"{text.milliseconds(seconds)} without"
-    measured = {choice: typical(records) for choice, records in evidence.steps.items() if choice.recipe}
+    measured = {choice: typical(evidence.steps[choice]) for choice in fitting if choice.recipe}
     if measured:
         best = min(measured, key=lambda choice: measured[choice])
         takes = f"{text.milliseconds(measured[best])} ms, {without} ({best.words()}){said}"

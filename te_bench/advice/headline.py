@@ -1,5 +1,6 @@
 """Put published answers into one sentence and one picture for a README: each model's step today, a rival's, the advised."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from te_bench.advice.published import Answer, energy, stored_answers
+from te_bench.experiments.adoption import PER_BLOCK
 from te_bench.experiments.store import load, written
 from te_bench.reports.analysis.naming import TE_BENCH
 from te_bench.reports.analysis.rows import identity
@@ -47,34 +49,24 @@ def _sentence(ours: Sequence[Answer], models: int) -> str:
     if saved := [100 * (share - 1) for one in ours if (share := energy(one))]:
         between = text.span(f"{-max(saved):.0f}", f"{-min(saved):.0f}")
         lines.append(f"**Energy**: {between} % less a step ({_models(len(saved))}).")
-    by_rival: dict[str, list[tuple[float, bool]]] = {}
-    for one in ours:
-        assert one.speedup is not None
-        for rival, over in one.over_rivals.items():
-            by_rival.setdefault(rival, []).append((over, over > one.speedup.value))
-    if by_rival:
-        timed = [_timed(rival, models) for rival, models in sorted(by_rival.items())]
-        lines.append(f"**Against rivals** it is {text.listed(timed, len(timed))}.{_untimed(ours)}")
-    else:
-        lines.append(f"No rival was timed for {_models(len(ours))}.")
+    timed = [one for one in ours if one.over_rivals]
+    lines.append(_against(timed) if timed else "")
+    if alone := len(ours) - len(timed):
+        lines[-1] = f"{lines[-1]} No rival was timed for {_models(alone)}.".strip()
     said = f"**{len(ours)} of {models} models train {faster} times as fast as in {_have(ours)}, {by}.**"
     return "\n".join([said, "", *(f"- {line}" for line in lines)]) if lines else said
 
 
-def _timed(rival: str, models: Sequence[tuple[float, bool]]) -> str:
-    """Return how many times as fast as a rival, by its models: (that ratio, whether the rival is slower than eager mode)."""
-    slower = sum(slow for _, slow in models)
-    behind = f"; slower than eager mode for {slower}" if slower else ""
-    return f"{_between([over for over, _ in models])} times as fast as {rival} ({_models(len(models))}{behind})"
-
-
-def _untimed(ours: Sequence[Answer]) -> str:
-    """Say what was not timed of rivals, of which some were; empty if nothing is missing."""
-    graphs = any(of.of_others and of.mode == "compile-reduce-overhead" for one in ours for of in one.seconds)
-    alone = sum(not one.over_rivals for one in ours)
-    missing = [] if graphs else ["No rival was timed in CUDA graphs."]
-    missing += [f"No rival was timed for {_models(alone)}."] if alone else []
-    return "".join(f" {one}" for one in missing)
+def _against(timed: Sequence[Answer]) -> str:
+    """Return how many times as fast as the fastest step without te-bench, which step that is, and what is not timed."""
+    over = _between([one.over for one in timed if one.over])
+    names = Counter(one.best.begins for one in timed if one.best)
+    which = text.listed([f"{name} for {_models(number)}" for name, number in names.most_common()], len(names))
+    ran = {of.mode for one in timed for of in one.seconds if of.of_others}
+    ways = {"compile-reduce-overhead": "in CUDA graphs", PER_BLOCK: "compiled block by block"}
+    missing = [how for mode, how in ways.items() if mode not in ran]
+    none = f" No rival was timed {' or '.join(missing)}." if missing else ""
+    return f"**Against the fastest step without te-bench** ({which}): {over} times as fast.{none}"
 
 
 def _bf16(one: Answer) -> float | None:

@@ -3,8 +3,6 @@
 import json
 import math
 import re
-import shlex
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from te_bench.cli import run as runs
-from te_bench.cli.options import Device, Fresh, Gpus, find_gpus, results_of, warn
+from te_bench.cli.options import Device, Fresh, Gpus, again, find_gpus, results_of, warn
 
 if TYPE_CHECKING:
     from te_bench.advice.advise import Evidence
@@ -319,7 +317,7 @@ def _answer(
     if rewrite or not published:
         said = json.dumps(answer.to_json(evidence, found, findings), indent=2)
         write_atomically(directory / "advice.json", f"{said}\n".encode())
-        command = f"te-bench {shlex.join(word for word in sys.argv[1:] if word not in ('--fresh', '--rewrite'))}"
+        command = again("--rewrite")
         write_atomically(shown, page.markdown(evidence, found, findings, command))
         if not published:
             render.write_report([directory], directory / "report")

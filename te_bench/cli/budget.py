@@ -119,7 +119,7 @@ def time_of(experiment: "Experiment", directory: Path, own: "Adoptee | None") ->
         why = f"none of these trials has run in {directory}"
         return f"time: not known, because {why}; te-bench run says after each trial how long the others will take"
     number = len(ran) + len(estimated)
-    of = "" if number == len(experiment.trials) else f" for {number} of them, the others being new"
+    of = "" if number == len(experiment.trials) else f" for {number} of them, the others having no time"
     how = [f"as long as they took in {directory}"] if ran else []
     how += (
         [f"{f'{len(estimated)} of them ' if ran else ''}{estimate.by([one for one, _ in estimated])}"]

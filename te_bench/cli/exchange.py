@@ -60,8 +60,11 @@ def import_(
     """Read pytest-benchmark's JSON into a journal, for history and gate."""
     from te_bench.reports.exchange import pytest_import
 
-    added, known = pytest_import.write(file, out)
+    added, known, others = pytest_import.write(file, out)
     print(f"{added} records added to {out}{f', {known} were there already' if known else ''}")
+    if others:
+        said = "other measurements of these were" if others > 1 else "other measurement of these was"
+        print(f"{others} {said} not taken: import {'them' if others > 1 else 'it'} into another --out", file=sys.stderr)
     print(*pytest_import.describe(file), sep="\n")
 
 
@@ -69,7 +72,7 @@ def submit(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="--out directory of a run on a GPU.")],
     name: Annotated[str | None, typer.Option(help="The folder's name in results/GPU. Default: the run's own.")] = None,
     missing: Annotated[
-        str | None, typer.Option(metavar="WHY", help="Why some trials of the suite were not run.")
+        str | None, typer.Option(metavar="WHY", help="Why some trials of the suite were not run, or crashed.")
     ] = None,
 ) -> None:
     """Check a run, copy it to results/GPU/NAME of the current checkout, and print the pull request's commands.

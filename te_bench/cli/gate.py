@@ -283,12 +283,17 @@ def _question(
 
 
 def _absolute(data: dict[str, str]) -> dict[str, str]:
-    """Return the data sets with absolute paths, so that text:PATH is the same file for both revisions."""
-    parts = {model: found.partition(":") for model, found in data.items()}
-    return {
-        model: f"text:{Path(path).absolute()}" if name == "text" and path else data[model]
-        for model, (name, _, path) in parts.items()
-    }
+    """Return the data sets with absolute paths, so that text:PATH or a folder is the same for both revisions."""
+    found = {}
+    for model, spec in data.items():
+        form, _, rest = spec.partition(":")
+        name, *more = [rest] if form == "text" else rest.split(":")
+        path = Path(name)
+        with contextlib.suppress(RuntimeError):  # of ~ without a home folder
+            path = path.expanduser()
+        here = bool(name) and (form == "text" or (form in ("hf", "hf-stream") and path.is_dir()))
+        found[model] = ":".join([form, str(path.absolute()), *more]) if here else spec
+    return found
 
 
 def _shares(slower: str) -> list[float]:

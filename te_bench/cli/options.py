@@ -4,6 +4,7 @@ import inspect
 import math
 import os
 import re
+import shlex
 import sys
 import textwrap
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperOption
 
 from te_bench.experiments.run_options import OPTIONS, Options, between, fewer_bits, read
+from te_bench.reports.page import screen
 
 
 class Once(TyperCommand):
@@ -141,11 +143,14 @@ def said(context: typer.Context, *names: str) -> str:
     return ", ".join(options[name] for name in given)
 
 
+def again(*without: str) -> str:
+    """Return this command for another time: without --fresh, which would set aside what it has measured, and `without`."""
+    return f"te-bench {shlex.join(word for word in sys.argv[1:] if word not in ('--fresh', *without))}"
+
+
 def say(sentence: str, indent: str = "") -> None:
     """Print a sentence wrapped to the terminal, at most to the reports' width; lines after the first are indented."""
-    from te_bench.reports.page.tables import TERMINAL_WIDTH, screen
-
-    width = screen(TERMINAL_WIDTH)
+    width = screen.columns(screen.WIDTH)
     print("\n".join(textwrap.wrap(sentence, width, subsequent_indent=indent, break_on_hyphens=False)))
 
 
@@ -182,6 +187,8 @@ def find_gpus(device: str, gpus: str | None) -> list[dict[str, Any]]:
     if gpus in (None, "all"):
         if visible := environment.visible_gpus():
             return visible
+        if why := environment.names_mig():
+            raise ValueError(why)
         listed = os.environ["CUDA_VISIBLE_DEVICES"]
         raise ValueError(
             f"CUDA_VISIBLE_DEVICES={listed!r} leaves no GPU; unset it, or choose with --gpus or --device cpu"

@@ -5,6 +5,7 @@ import functools
 import importlib
 import shlex
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -25,6 +26,7 @@ from te_bench.cli.options import (
     Timeout,
     Timings,
     Within,
+    again,
     check_on,
     find_gpus,
     places,
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from te_bench.experiments.spec import Experiment, Options, Record, Trial
 
 INCOMPLETE = 4
+#: Outcomes of trials that only --retry repeats.
+REPEATED = ("unsupported", "oom", "timeout", "crashed", "failed_check")
 TRUNKS = "trunks"
 
 
@@ -75,6 +79,9 @@ def run(
     from te_bench.experiments.store import own, written
 
     check_on(on, ray_address, gpus)
+    if on is not None and asked.gpus_per_trial and (asked.share or 1) > 1:
+        raise ValueError(f"--share {asked.share}: with --on ray it does not go with --gpus-per-trial; leave one out")
+    began = datetime.now(UTC)
     limit = None if within is None else planned.Limit(within)
     chosen = find_gpus(asked.device, gpus) if on is None else []
     directory = results_of(suite, asked, out)
@@ -99,6 +106,8 @@ def run(
             raise ValueError(refused + (others if on is None and designs and designs.found else ""))
         if slow := slow_on_a_cpu(experiment.trials, asked):
             warn(f"warning: {slow}")
+        if checkpoints is not None and on is None:  # a cluster's hosts have their own folders
+            _require_writable(checkpoints)
         by_table = planned.by_table(experiment)
         at_once = functools.partial(planned.trials_at_once, experiment)
         cluster: Cluster | None = None
@@ -129,7 +138,18 @@ def run(
             fresh=fresh,
             limit=limit,
         )
-    _finish(directory, ended, limit)
+    _finish(directory, ended, limit, began)
+
+
+def _require_writable(checkpoints: Path) -> None:
+    """Create the folder and write a file there, before hours of training. Raise ValueError if it cannot be written."""
+    try:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=checkpoints).close()
+    except OSError as error:
+        raise ValueError(
+            f"--checkpoints {checkpoints}: {error.strerror}; give a folder that te-bench can write to"
+        ) from error
 
 
 def trunks_of(directory: Path, environment_id: str) -> Path:
@@ -229,8 +249,7 @@ def carry_out(
             from te_bench.reports.analysis.naming import count_trials
 
             left = len(runner.to_do(trials, store.journal, here, retry=retry))
-            again = shlex.join(word for word in sys.argv[1:] if word != "--fresh")
-            print(f"\nStopped with {count_trials(left)} to go{unchanged}. To go on: te-bench {again}")
+            print(f"\nStopped with {count_trials(left)} to go{unchanged}. To go on: {again()}")
             raise typer.Exit(exit_code(interrupt)) from None
         records = store.journal.records
         if limit is not None:
@@ -266,10 +285,11 @@ def _found(record: "Record") -> str:
     return ", ".join([*said, *(f"loss {text.loss(last)}" for last in losses[-1:])])
 
 
-def _finish(directory: Path, records: "list[Record]", limit: "planned.Limit | None") -> None:
+def _finish(directory: Path, records: "list[Record]", limit: "planned.Limit | None", began: datetime) -> None:
     """Write the report and print the summary. Exit 4 unless every trial gave its result or was not needed.
 
-    Also exit 4 if all trials are unsupported, because nothing was measured.
+    Also exit 4 if all trials are unsupported, because nothing was measured. began: when the command did; failures that are
+    older were found on record.
     """
     from te_bench.reports.page import render, tables
 
@@ -278,6 +298,10 @@ def _finish(directory: Path, records: "list[Record]", limit: "planned.Limit | No
     for record in records:
         if record.outcome not in ("ok", "stopped"):
             print(f"{record.outcome}: {record.trial.name}: {record.reason}")
+    before = [r for r in records if r.outcome in REPEATED and datetime.fromisoformat(r.started_at) < began]
+    if before:
+        many = f"{len(before)} of these are" if len(before) > 1 else "1 of these is"
+        say(f"{many} on record from an earlier command: --retry repeats {'them' if len(before) > 1 else 'it'}.")
     for line in _stopped([record for record in records if record.outcome == "stopped"]):
         print(line)
     counts = Counter(record.outcome for record in records)
@@ -285,7 +309,7 @@ def _finish(directory: Path, records: "list[Record]", limit: "planned.Limit | No
         f"trials of this command: {', '.join(f'{number} {outcome}' for outcome, number in counts.most_common()) or 'none'}"
     )
     print(f"report: {index}")
-    left = None if limit is None else limit.how_to_go_on(f"te-bench {shlex.join(sys.argv[1:])}")
+    left = None if limit is None else limit.how_to_go_on(again())
     if left:
         print(left)
     _say_too_few_for_a_gate(directory, records)
@@ -304,17 +328,17 @@ def _finish(directory: Path, records: "list[Record]", limit: "planned.Limit | No
 
 def _say_too_few_for_a_gate(directory: Path, records: "list[Record]") -> None:
     """Say how to get enough seeds for a gate on these records, if a timed trial has too few."""
-    from te_bench.gate.decision import FEWEST
-    from te_bench.gate.stored_runs import SEEDS
+    from te_bench.gate.question import FEWEST, SEEDS
     from te_bench.reports.analysis.rows import TIMED
 
     timed = Counter(r.trial.cell for r in records if r.outcome == "ok" and TIMED.keys() & r.samples.keys())
     seeds = min(timed.values(), default=FEWEST)
     if seeds < FEWEST:
         many = f"{seeds} seeds a trial are" if seeds > 1 else "1 seed a trial is"
+        anew = " and without --fresh" if "--fresh" in sys.argv else ""
         say(
             f"To compare these times with another run's by te-bench gate --baseline {shlex.quote(str(directory))}, {many} "
-            f"too few: a gate needs {FEWEST}, better {SEEDS}. The same command with --seeds {SEEDS} adds the missing ones."
+            f"too few: a gate needs {FEWEST}, better {SEEDS}. This command with --seeds {SEEDS}{anew} adds the missing ones."
         )
 
 

@@ -10,6 +10,7 @@ from typer.core import TyperCommand
 
 from te_bench.cli.options import Alpha, Margin, say
 from te_bench.experiments.store import GATE_SIDES, JOURNAL, written
+from te_bench.reports.page import screen
 
 PAGE = b'<meta name="generator" content="te-bench">'
 SEVERAL = ("--baseline", "--candidate")
@@ -138,7 +139,7 @@ def _of_runs(directories: list[Path], margin: float | None, alpha: float | None)
         print()
         brief = verdict_tables.brief(one)
         assert brief is not None
-        print("\n".join(tables.terminal(brief, tables.screen())), end="\n\n")
+        print("\n".join(tables.terminal(brief, screen.columns())), end="\n\n")
         for finding in one.findings:
             if (reason := one.reason(finding)) is not None:
                 name = finding.arm.name
@@ -183,7 +184,7 @@ def _of_logs(
     say(f"{found.verdict}: {found.reason}")
     print()
     if (table := loss_page.losses(found)) is not None:
-        print("\n".join(tables.terminal(table, tables.screen())), end="\n\n")
+        print("\n".join(tables.terminal(table, screen.columns())), end="\n\n")
     say(f"Judged: {found.judged}.")
     for sentence in loss_verdict.answers(found):
         say(sentence)

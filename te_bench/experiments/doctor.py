@@ -6,10 +6,12 @@ import shutil
 from typing import Any
 
 from te_bench.experiments import environment
+from te_bench.experiments.problems import AttentionProblem
 from te_bench.experiments.spec import MODES, PRECISIONS
 
 #: GPT-2's head size, about which every backend is asked.
 HEADS, LENGTH, HEAD_DIM = 12, 1024, 64
+ATTENTION = AttentionProblem(batch=1, heads=HEADS, length=LENGTH, head_dim=HEAD_DIM, causal=True)
 VOCAB = 50257
 
 #: Other projects' layers: {file in models/layer: (package, recipe to ask about)}.
@@ -23,12 +25,14 @@ LAYERS = {
 def examine() -> dict[str, dict[str, str]]:
     """Return {section: {name: answer}}; an answer is "ok", a value, or the reason for a refusal."""
     gpus = environment.nvidia_gpus()
-    device = environment.default_device()
+    mig = environment.names_mig()
+    device = "cpu" if mig else environment.default_device()
     found = environment.capture(device, environment.visible_gpus()[:1] if device == "cuda" else ())
-    machine = {key: str(value) for key, value in found["identity"].items() if value is not None}
+    known = {key: value for key, value in found["identity"].items() if key not in environment.OF_GPUS}
+    machine = {key: str(value) for key, value in known.items() if value is not None}
     for gpu in gpus:
         machine[f"gpu {gpu['index']}"] = f"{gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB, driver {gpu['driver']}"
-    if gpus and (why := environment.no_cuda()):
+    if why := mig or (environment.no_cuda() if gpus else None):
         machine["gpu use"] = why
     answer: dict[str, dict[str, str]] = {"machine": machine, "packages": _packages()}
     if importlib.util.find_spec("torch") is None:
@@ -71,7 +75,7 @@ def _capabilities(device: str) -> dict[str, dict[str, str]]:
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
 
     def backend(name: str, dtype: str) -> str:
-        return attention.load(name).unsupported(_attention_problem(dtype, device, capability)) or "ok"
+        return attention.load(name).unsupported(ATTENTION.posed(dtype, device, capability)) or "ok"
 
     def precision(name: str) -> str:
         if name == "fp16" and device == "cpu":
@@ -115,22 +119,6 @@ def _operators(capability: tuple[int, int] | None) -> dict[str, dict[str, str]]:
     return {} if capability is None else gpu_support.sections(torch.cuda.get_device_name(), capability)
 
 
-def _attention_problem(dtype: str, device: str, capability: tuple[int, int] | None) -> Any:
-    from te_bench.kernels.attention import Problem
-
-    return Problem(
-        batch=1,
-        heads=HEADS,
-        length=LENGTH,
-        head_dim=HEAD_DIM,
-        dtype=dtype,
-        causal=True,
-        dropout=0.0,
-        device=device,
-        capability=capability,
-    )
-
-
 def rivals(device: str, capability: tuple[int, int] | None) -> dict[str, str]:
     """Return {package (its kind): answer} for other projects' code, asked for bf16, or FP8, on this machine."""
     from te_bench.kernels import attention, linear_cross_entropy, norm
@@ -142,8 +130,8 @@ def rivals(device: str, capability: tuple[int, int] | None) -> dict[str, str]:
     head = functools.partial(linear_cross_entropy.Problem, d=HEADS * HEAD_DIM, vocab=VOCAB, padded=-(-VOCAB // 64) * 64)
     flash4, liger = attention.load("flash4"), linear_cross_entropy.load("liger")
     found = {
-        "flash-attn-4 (attention)": flash4.unsupported(_attention_problem(**hopper))
-        or flash4.unsupported(_attention_problem(**machine)),
+        "flash-attn-4 (attention)": flash4.unsupported(ATTENTION.posed(**hopper))
+        or flash4.unsupported(ATTENTION.posed(**machine)),
         "liger-kernel (linear cross-entropy)": liger.unsupported(head(**hopper)) or liger.unsupported(head(**machine)),
     }
     for kind in norm.KINDS:

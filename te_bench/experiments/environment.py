@@ -1,6 +1,6 @@
 """Describe what a result depends on besides its trial: machine, driver, packages and code. Does not import torch.
 
-`identity` is hashed into the environment id, half of a record's done-key. `details` (serial numbers, clocks, git) is only
+`identity` is hashed into the environment id, half of a record's done-key. `details` (serial numbers, git) is only
 recorded, so a sweep can continue on another machine of the same kind. A verdict on losses allows more kinds: `of_losses`.
 """
 
@@ -33,10 +33,16 @@ PACKAGES = (
     "transformers",
     "nvidia-ml-py",
 )
-#: Properties of a GPU's host, also in each record's `device_state`. They change times, but no loss: the GPU draws the
+#: Packages whose kernels te-bench can run, besides those of rivals.
+KERNELS = ("flash-attn-4",)
+#: Variables that choose kernels or change how memory is allocated, besides Transformer Engine's, which begin with NVTE_.
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "NVIDIA_TF32_OVERRIDE")
+#: Properties of the GPUs, which their owner can set or which differ within a model.
+OF_GPUS = ("power_limit_w", "max_sm_clock_hz")
+#: Properties of a GPU and its host, also in each record's `device_state`. They change times, but no loss: the GPU draws the
 #: weights and computes, with kernels that packages ship compiled; what the CPU computes (batches, a Llama's rotary
 #: frequencies) is bit-identical on all CPUs. A user's model must guarantee the same for its own code.
-OF_TIMES = ("driver", "cpu", "cores")
+OF_TIMES = ("driver", "cpu", "cores", *OF_GPUS)
 #: The folders whose code can change a result; code for reports and the command line cannot.
 MEASURING = ("kernels", "models", "training", "experiments")
 
@@ -67,8 +73,11 @@ def capture(
         "cudnn": _version("nvidia-cudnn-cu13") or _version("nvidia-cudnn-cu12") if cuda else None,
         "torch": torch.get("version"),
         "triton": _version("triton"),
+        "kernels": _listed(_versions(_kernels()), " ") if cuda else None,
+        "variables": _listed(_variables(), "=") if cuda else None,
         "python": platform.python_version(),
         "driver": gpus[0]["driver"] if cuda and gpus else None,
+        **{name: _of_all(gpus, name) if cuda else None for name in OF_GPUS},
         "cpu": measured.machine_name("cpu"),
         "cores": host.cores(),
         "threads": None if cuda else _threads(),
@@ -81,7 +90,7 @@ def capture(
         "os": _os_name(),
         "kernel": platform.release(),
         "memory_bytes": host.memory_bytes(),
-        "packages": {name: version for name in _packages() if (version := _version(name))},
+        "packages": _versions((*PACKAGES, *_kernels())),
         "gpus": list(gpus),
         **_git(),
     }
@@ -90,7 +99,7 @@ def capture(
 
 
 def of_losses(machine: dict[str, Any]) -> dict[str, Any]:
-    """Return the machine's environment for losses: OF_TIMES of a GPU's host is recorded, but not part of the identity.
+    """Return the machine's environment for losses: OF_TIMES of a GPU and its host is recorded, but not in the identity.
 
     One study may thus run on hosts that differ in OF_TIMES: each record names its host, and step times are compared within a
     host. On a CPU the identity is unchanged, because the CPU computes the losses.
@@ -108,10 +117,29 @@ def of_times(machine: Mapping[str, Any]) -> dict[str, Any]:
     return {name: known[name] for name in OF_TIMES}
 
 
-def _packages() -> tuple[str, ...]:
-    """Return the packages whose versions are recorded: PACKAGES and those of rivals."""
+def _kernels() -> tuple[str, ...]:
+    """Return the packages of KERNELS and of rivals."""
     of_rivals = (package for name in rivals.names() for package in rivals.load(name).packages)
-    return tuple(dict.fromkeys((*PACKAGES, *of_rivals)))
+    return tuple(dict.fromkeys((*KERNELS, *of_rivals)))
+
+
+def _versions(packages: Sequence[str]) -> dict[str, str]:
+    """Return {package: version} of those that are installed."""
+    return {name: version for name in packages if (version := _version(name))}
+
+
+def _variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name in VARIABLES or name.startswith("NVTE_")}
+
+
+def _listed(values: Mapping[str, str], sign: str) -> str | None:
+    return ", ".join(f"{name}{sign}{value}" for name, value in sorted(values.items())) or None
+
+
+def _of_all(gpus: Sequence[Mapping[str, Any]], name: str) -> float | str | None:
+    """Return the property that the GPUs share, or all that differ."""
+    values = sorted({gpu[name] for gpu in gpus if gpu.get(name) is not None})
+    return " and ".join(f"{value:g}" for value in values) if len(values) > 1 else values[0] if values else None
 
 
 def nvidia_gpus() -> list[dict[str, Any]]:
@@ -122,15 +150,15 @@ def nvidia_gpus() -> list[dict[str, Any]]:
         pynvml.nvmlInit()
     except pynvml.NVMLError:  # no library or no driver
         return []
-    driver = _text(pynvml.nvmlSystemGetDriverVersion())
+    driver = pynvml.nvmlSystemGetDriverVersion()
     gpus = []
     for index in range(pynvml.nvmlDeviceGetCount()):
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         gpus.append(
             {
                 "index": index,
-                "name": _text(pynvml.nvmlDeviceGetName(handle)),
-                "uuid": _text(pynvml.nvmlDeviceGetUUID(handle)),
+                "name": pynvml.nvmlDeviceGetName(handle),
+                "uuid": pynvml.nvmlDeviceGetUUID(handle),
                 "driver": driver,
                 "memory_bytes": pynvml.nvmlDeviceGetMemoryInfo(handle).total,
                 "capability": _capability(handle),
@@ -181,8 +209,18 @@ def no_cuda() -> str | None:
     return None if build["version"] else "needs the package torch: pip install torch"
 
 
+def names_mig() -> str | None:
+    """Return a sentence if CUDA_VISIBLE_DEVICES names a slice of a GPU, which te-bench cannot use; else None."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if not any(entry.strip().startswith("MIG-") for entry in listed.split(",")):
+        return None
+    return f"CUDA_VISIBLE_DEVICES={listed}: MIG slices are not supported; name whole GPUs, or give --device cpu"
+
+
 def default_device() -> str:
-    """Return "cuda" if there is a GPU that torch can use, otherwise "cpu"."""
+    """Return "cuda" if there is a GPU that torch can use, otherwise "cpu". Raise ValueError for a slice of a GPU."""
+    if why := names_mig():
+        raise ValueError(why)
     return "cuda" if visible_gpus() and not no_cuda() else "cpu"
 
 
@@ -202,6 +240,16 @@ def gpu_state(uuid: str) -> dict[str, Any]:
         "power_w": _try(pynvml.nvmlDeviceGetPowerUsage, handle, scale=1e-3),
         "throttle_reasons": clocks.throttle_reasons,
     }
+
+
+def memory_in_use(uuid: str) -> float | None:
+    """Return the bytes of a GPU's memory that processes hold, without the driver's own; None if NVML does not tell."""
+    handle = _handle(uuid)
+    if handle is None:
+        return None
+    import pynvml
+
+    return _try(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2).used)
 
 
 def energy(uuid: str) -> float | None:
@@ -328,10 +376,6 @@ def _git_output(root: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def _try(read: Callable[..., float], *arguments: Any, scale: float = 1) -> float | None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 
 from te_bench.experiments.adoption import Adoptee
-from te_bench.experiments.problems import StepProblem, TrainingProblem, is_step
+from te_bench.experiments.problems import StepProblem, TrainingProblem, is_step, world_of
 from te_bench.experiments.spec import Trial
 from te_bench.models import cost
 from te_bench.models.configs import configs
@@ -91,4 +91,5 @@ def seconds(trial: Trial, own: Adoptee | None = None) -> float | None:
         return None
     emulated = next((times for name, times in EMULATED.items() if (trial.recipe or "").startswith(name)), 1.0)
     compiled = COMPILED.get(trial.precision, COMPILED["bf16"]) if trial.mode.startswith("compile") else 1.0
-    return beside + compiled * (start + of_tflop * steps * flop / 1e12 * emulated)
+    tflop = flop / 1e12 / world_of(trial)  # of each of its GPUs
+    return beside + compiled * (start + of_tflop * steps * tflop * emulated)

@@ -63,6 +63,20 @@ class Diverged(NoResult):
     outcome = "diverged"
 
 
+class Unsaved(NoResult):
+    """The training ended, but its model could not be written; the samples are kept."""
+
+    outcome = "crashed"
+
+
+def ran_out(error: Exception) -> str | None:
+    """Return "GPU" or "host", whose memory the error says has run out; None for any other error."""
+    text = str(error)
+    if isinstance(error, RuntimeError) and ("out of memory" in text or "_ALLOC_FAILED" in text):  # cuBLAS's and cuDNN's
+        return "GPU"
+    return "host" if isinstance(error, MemoryError) or "allocate memory" in text else None
+
+
 def require(name: str, reason: str | None) -> None:
     """Raise Unsupported if there is a reason why `name` cannot run here."""
     if reason:

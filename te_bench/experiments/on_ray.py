@@ -51,6 +51,8 @@ def connected(address: str | None = None, say: Callable[[str], None] = lambda li
     except ModuleNotFoundError:
         raise ValueError("--on ray: Ray is not installed: pip install 'te-bench[cluster]'") from None
     asked_for = address or os.environ.get("RAY_ADDRESS")
+    if asked_for == "auto":  # Ray's word for a cluster that runs here
+        asked_for = None
     if asked_for:
         _require_answer(asked_for)
     running = asked_for or _started_here(say)
@@ -90,9 +92,13 @@ def _started_here(say: Callable[[str], None]) -> str | None:
 
 def _require_answer(address: str) -> None:
     """Raise ValueError if nobody listens; Ray itself would try for minutes and then end the process."""
+    if address.startswith("ray://"):
+        raise ValueError(
+            f"--on ray: {address} is for Ray's client; give the head by --ray-address HOST:PORT, as ray start prints it"
+        )
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
     except (OSError, ValueError) as error:
         raise ValueError(
             f"--on ray: no cluster of Ray answers at {address}. Start one (ray start --head), or give another by "
@@ -354,10 +360,11 @@ class RayExecutor:
         if self._cluster.of(job.place.node):
             self.free.append(job.place)
         path = self._logs / f"{job.trial.id}.log"
-        if log is None:
-            path.unlink(missing_ok=True)
-        else:
-            own(path).write_text(log)
+        with contextlib.suppress(OSError):  # a log is no reason to lose the record
+            if log is None:
+                path.unlink(missing_ok=True)
+            else:
+                own(path).write_text(log)
         record = Record.from_json(found)
         assert record.trial == job.trial
         return replace(record, device_state={**record.device_state, **job.state})

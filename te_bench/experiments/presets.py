@@ -129,6 +129,7 @@ def problem_of(options: Options) -> Settings:
     preset = preset_of(options)
     problem = dict(PRESETS[preset])
     problem["model"] = suite_trials.named(options, problem["model"])
+    problem["block"] = suite_trials.block_of(options, problem["block"])
     if options.batch is not None:
         problem["batch"] = options.batch
     if options.accumulate is not None and options.accumulate != problem.get("accumulate", 1):
@@ -137,7 +138,7 @@ def problem_of(options: Options) -> Settings:
         problem["min_learning_rate"] *= options.learning_rate / problem["learning_rate"]
         problem["learning_rate"] = options.learning_rate
     model, block = problem["model"], problem["block"]
-    data = options.data_for(model, "stdlib")
+    data = options.data_for(model)
     plain = {"cpu": "bytes", "cpu-pool": "bytes", "char": "bytes" if data == "stdlib" else "chars"}
     steps = _steps(options, problem)
     every = max(1, steps * problem["eval_every"] // problem["steps"])

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from te_bench.experiments import exclusive, host, runner
+from te_bench.experiments import exclusive, host, runner, throttling
 from te_bench.experiments.measurement import Context
 from te_bench.experiments.problems import backend_of, world_of
 from te_bench.experiments.processes import Ended, ProcessCall, end_with_parent, wait_for_any
@@ -158,12 +158,13 @@ def _verdict(replies: dict[int, Reply], world: int, patience: float) -> Reply:
 
 
 def _together(replies: list[Reply]) -> Reply:
-    """Return rank 0's reply, with the largest peak memory of all ranks."""
+    """Return rank 0's reply, with the largest peak memory of all ranks and what throttled any of their GPUs."""
     samples = {
         name: [max(reply["samples"][name][0] for reply in replies)] if name.startswith("peak_") else values
         for name, values in replies[0]["samples"].items()
     }
-    return {**replies[0], "samples": samples}
+    state = throttling.of_ranks([reply["device_state"] for reply in replies])
+    return {**replies[0], "samples": samples, "device_state": state}
 
 
 def _says(reply: Reply, words: tuple[str, ...]) -> bool:

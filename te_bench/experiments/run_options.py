@@ -258,7 +258,7 @@ class Options:
     alpha: float | None = _option(
         "Error rate of the verdict's tests. Default: 0.05.",
         float,
-        check=_where(lambda value: 0 < value < 0.5, "a probability between 0 and 0.5, such as 0.05"),
+        check=_where(lambda value: 1e-5 <= value < 0.5, "a probability from 0.00001 to below 0.5, such as 0.05"),
         unheeded="gives no verdict on convergence",
     )
     branch_at: int | None = _option(
@@ -351,8 +351,8 @@ class Options:
         instead=_KEEPING,
     )
 
-    def data_for(self, model: str, default: str) -> str:
-        return self.data.get(model, self.data.get("", default))
+    def data_for(self, model: str) -> str:
+        return self.data.get(model, self.data.get("", "stdlib"))
 
 
 #: {option: its declaration}, in the order of the command line's help.

@@ -338,7 +338,7 @@ def _record(job: RunningTrial, environment_id: str, timeout_s: float) -> Record:
         )
     if result["outcome"] == "ok":
         job.log.unlink(missing_ok=True)
-    elif result["outcome"] == "crashed" and job.log.stat().st_size:
+    elif result["outcome"] == "crashed" and job.log.exists() and job.log.stat().st_size:
         result["reason"] += f"; see {LOGS}/{job.log.name}"
     return Record(
         trial=job.trial,

@@ -26,6 +26,7 @@ from typing import Any, Self
 
 from te_bench import __version__
 from te_bench.experiments.spec import SCHEMA, Experiment, Record, Scalar, canonical_json
+from te_bench.training.durable import sync
 
 JOURNAL = "journal.jsonl"
 PACKED = f"{JOURNAL}.xz"  # of a published run, which is complete: a fifth of the size
@@ -300,7 +301,7 @@ class Store:
             self.journal = _parse(path.read_bytes(), path)
             os.ftruncate(self._file, self.journal.size)
             os.lseek(self._file, self.journal.size, os.SEEK_SET)
-            _fsync_directory(self.directory)
+            sync(self.directory)
         except OSError as error:
             raise _unwritable(self.directory, error) from error
 
@@ -379,11 +380,3 @@ def _lock(directory: Path) -> int:
     since = datetime.now(UTC).isoformat(timespec="seconds")
     os.write(file, f"process {os.getpid()} on {socket.gethostname()} since {since} ({command})\n".encode())
     return file
-
-
-def _fsync_directory(directory: Path) -> None:
-    file = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

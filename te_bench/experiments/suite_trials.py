@@ -80,7 +80,7 @@ def sized(options: Options, usual: Settings) -> Settings:
     found = dict(usual)
     if options.model is not None and (own := adoptee(options)) is not None:
         longest = own.facts.sequence or own.facts.block or MOST
-        found |= {"model": own.source.model, "block": own.facts.sequence or min(usual["block"], longest)}
+        found |= {"model": own.source.model, "block": block_of(options, usual["block"])}
         if own.facts.sequence and options.tokens not in (None, longest):
             raise ValueError(f"--tokens {options.tokens}: the model's sequences all have {longest}; leave it out")
         if options.tokens is not None and options.tokens > longest:
@@ -96,6 +96,12 @@ def sized(options: Options, usual: Settings) -> Settings:
     if "batch" in usual:
         found["batch"] = options.batch or min(usual["batch"], max(1, STEP_TOKENS // found["block"]))
     return found
+
+
+def block_of(options: Options, usual: int) -> int:
+    """Return the usual length of a sequence, or the length that the user's model supports."""
+    own = adoptee(options)
+    return usual if own is None else own.facts.sequence or min(usual, own.facts.block or usual)
 
 
 def named(options: Options, usual: str) -> str:

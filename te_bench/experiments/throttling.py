@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from te_bench.experiments import environment
@@ -45,6 +45,16 @@ class Watch:
             "throttle_reasons": _union_of_bits([reason for reason in reasons if reason is not None]),
             "lowest_sm_clock_hz": min(clocks, default=None),
         }
+
+
+def of_ranks(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the first rank's state, with the throttle reasons of all ranks and the lowest of their clocks."""
+    reasons, clocks = (
+        [state[name] for state in states if state.get(name) is not None]
+        for name in ("throttle_reasons", "lowest_sm_clock_hz")
+    )
+    of_all = {"throttle_reasons": _union_of_bits(reasons), "lowest_sm_clock_hz": min(clocks, default=None)}
+    return {**states[0], **{name: value for name, value in of_all.items() if value is not None}}
 
 
 def _union_of_bits(reasons: list[int]) -> int | None:

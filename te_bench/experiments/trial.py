@@ -15,7 +15,7 @@ import torch
 
 from te_bench import plugins
 from te_bench.experiments import exclusive, host, timing, workloads
-from te_bench.experiments.measurement import Context, Measurement, NoResult
+from te_bench.experiments.measurement import Context, Measurement, NoResult, ran_out
 from te_bench.experiments.spec import Trial, canonical_json
 from te_bench.experiments.throttling import Watch
 from te_bench.models.sources import lacks
@@ -103,12 +103,8 @@ def classify(error: Exception) -> tuple[str, str]:
         return error.outcome, text
     if isinstance(error, Indivisible):
         return "unsupported", text
-    if isinstance(error, torch.OutOfMemoryError):
-        return "oom", f"GPU: {text}"
-    if isinstance(error, MemoryError) or "can't allocate memory" in text:
-        return "oom", f"host: {text or 'out of memory'}"
-    if isinstance(error, RuntimeError) and "CUDA error: out of memory" in text:
-        return "oom", f"GPU: {text}"
+    if where := ran_out(error):
+        return "oom", f"{where}: {text or 'out of memory'}"
     if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("te_bench"):
         return "unsupported", lacks(error)
     return "crashed", f"{type(error).__name__}: {text}"

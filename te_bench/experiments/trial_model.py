@@ -116,7 +116,7 @@ def _require_rival(trial: Trial, rival: Rival) -> None:
 
 def _require_fast(trial: Trial, config: DecoderConfig) -> None:
     """Raise Unsupported if this machine cannot run the trial's head, blocks or rival."""
-    machine = _machine(trial)
+    machine = machine_of(trial.device)
     p = StepProblem.of(trial)
     if p.against is not None:
         require(f"rival {p.rival or p.linears}", p.against.unsupported(config, trial.device, machine["capability"]))
@@ -135,10 +135,6 @@ def _require_fast(trial: Trial, config: DecoderConfig) -> None:
             raise Unsupported(f"head fp8: {reason}; choose chunked")
 
 
-def _machine(trial: Trial) -> dict[str, Any]:
-    return {"device": trial.device, "capability": capability(trial.device)}
-
-
 def _require_optimizer(trial: Trial) -> None:
     """Raise Unsupported if this machine cannot run the trial's optimizer, or keep its weights and states."""
     p = StepProblem.of(trial)
@@ -146,7 +142,7 @@ def _require_optimizer(trial: Trial) -> None:
         require(f"weights {p.weights or 'float32'}, states {p.states or 'float32'}", _no_fewer_bits(trial))
     if p.optimizer is not None:
         backend, cast = adamw.load(p.optimizer), "fp8" in (trial.precision, p.states)
-        reason = backend.unsupported(adamw.Problem(fp8=cast, **_machine(trial)))
+        reason = backend.unsupported(adamw.Problem(fp8=cast, **machine_of(trial.device)))
         if trial.mode == "cudagraph" and backend.move is None:
             reason = reason or "no captured graph can follow its table; choose triton"
         if trial.precision == "fp16":

@@ -26,8 +26,8 @@ from te_bench.experiments.measurement import Diverged, Measurement
 from te_bench.experiments.spec import Trial
 from te_bench.training import resume
 from te_bench.training.corpus import locked
+from te_bench.training.durable import replacing
 from te_bench.training.step import TrainStep
-from te_bench.training.weights import replacing
 
 CURVE, BROKE = "curve.json", "broke.json"
 #: Least bytes of a moment, by AdamW's format for it; None: those of its weight.

@@ -19,8 +19,8 @@ PREFIX = "te-bench-gate-"
 
 @contextlib.contextmanager
 def temporary() -> Iterator[Path]:
-    """Yield a new folder. A second process removes it when this process ends, even by SIGKILL."""
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    """Yield the real path of a new folder. A second process removes it when this process ends, even by SIGKILL."""
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX)).resolve()
     with janitor.remove_at_end(folder):
         yield folder
 

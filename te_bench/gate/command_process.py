@@ -24,9 +24,9 @@ def _run(
     lines: Lines, words: list[str], directory: str, env: dict[str, str], timeout_s: float, output: str, timed: bool
 ) -> None:
     """Run a command to its end. Send its wall time in seconds, exit code and peak resident memory in bytes."""
-    with Path(output).open("wb") as file:
-        began = time.perf_counter()
-        try:
+    try:
+        with Path(output).open("wb") as file:
+            began = time.perf_counter()
             child = subprocess.Popen(
                 words,
                 cwd=directory,
@@ -36,17 +36,18 @@ def _run(
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        except OSError as error:
-            lines.send(result={"failed": f"cannot be started: {error.filename}: {error.strerror}"})
-            return
-        if timed:
-            raise_priority(child.pid)
-        end = threading.Timer(timeout_s, kill_group, (child.pid,))  # Popen.wait polls only every 50 ms
-        end.start()
-        _, status, usage = os.wait4(child.pid, 0)
-        seconds = time.perf_counter() - began
-        end.cancel()
-        child.returncode = os.waitstatus_to_exitcode(status)
+    except (OSError, ValueError) as error:  # ValueError: words or env that no process can have
+        said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
+        lines.send(result={"failed": f"cannot be started: {said}"})
+        return
+    if timed:
+        raise_priority(child.pid)
+    end = threading.Timer(timeout_s, kill_group, (child.pid,))  # Popen.wait polls only every 50 ms
+    end.start()
+    _, status, usage = os.wait4(child.pid, 0)
+    seconds = time.perf_counter() - began
+    end.cancel()
+    child.returncode = os.waitstatus_to_exitcode(status)
     rss = usage.ru_maxrss * (_KIB if sys.platform == "linux" else 1)
     late = seconds >= timeout_s
     lines.send(result={"seconds": seconds, "code": child.returncode, "late": late, "peak_rss_bytes": rss})

@@ -4,6 +4,7 @@ A command's record has the form of a trial's, with one sample per run, so the sa
 measure several trials: the benchmarks whose times it writes.
 """
 
+import contextlib
 import fnmatch
 import json
 import math
@@ -21,10 +22,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from te_bench.experiments.host import oom_kills
 from te_bench.experiments.spec import NO_ATTENTION, Record, Trial, matches, patterns
 from te_bench.gate.config import JSON, ROOT, Command, Commands
 from te_bench.gate.paired_sweep import GateProcesses, PairedPlan, Revision
-from te_bench.gate.paired_trial import MOST_TURNS, PROTOCOL, TIMED_S, Unrunnable, as_known
+from te_bench.gate.paired_trial import MOST_TURNS, PROTOCOL, TIMED_S, Unrunnable, as_known, how_ended
 from te_bench.gate.revision_process import Lines
 from te_bench.reports.analysis.naming import COMMAND
 from te_bench.reports.analysis.rows import printable
@@ -78,7 +80,7 @@ class CommandRunner:
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": path},
             )
-        self.lines, self.log = Lines(ours), log
+        self.lines, self.log, self._oom_kills = Lines(ours), log, oom_kills()
 
     def run(self, commands: Commands, words: Sequence[str], root: Path, timeout_s: float, *, timed: bool) -> CommandRun:
         """Run a command in a revision's files. Raise Failed if it fails, Unrunnable if the process that runs it is gone."""
@@ -96,23 +98,34 @@ class CommandRunner:
             while "ended" not in (message := self.lines.receive()):
                 found = message["result"]
         except (EOFError, OSError):
-            raise Unrunnable(f"the process that runs commands has ended; {self.log} may say why") from None
+            raise Unrunnable(f"the process that runs commands {self._how_ended()}") from None
         found = found or {"failed": f"ended by {message['ended']}"}
+        why, outcome = found.get("failed"), "crashed"
         if found.get("late"):
-            raise Failed(f"stopped after {timeout_s:g} s (timeout)", "timeout")
-        if why := found.get("failed") or _how_ended(found["code"]):
-            raise Failed(": ".join(filter(None, [why, self._last_words(output)])))
+            why, outcome = f"stopped after {timeout_s:g} s (timeout)", "timeout"
+        elif why is None and found["code"]:
+            why = how_ended(found["code"], self._oom_kills)
+        if why:
+            raise Failed(": ".join(filter(None, [why, self._last_words(output)])), outcome)
         return CommandRun(
             figures={"": found["seconds"]}, wall_s=found["seconds"], peak_rss_bytes=found["peak_rss_bytes"]
         )
 
     def _last_words(self, output: Path) -> str:
         """Return the command's last printed line, after pytest's first failed test. Append the whole output to the log."""
-        text = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
+        text = output.read_text(encoding="utf-8", errors="replace") if output.is_file() else ""
         with self.log.open("a", encoding="utf-8") as log:
             log.write(text)
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return printable("; ".join(filter(None, [_failed_test(text), *(line[:_LONGEST] for line in lines[-1:])])))
+
+    def _how_ended(self) -> str:
+        """Say how the process that runs commands ended, and where it may have said why."""
+        code = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self.process.wait(_ENDED_S)
+        said = self.log.exists() and self.log.stat().st_size
+        return how_ended(code, self._oom_kills) + (f"; {self.log} may say why" if said else "")
 
     def close(self) -> None:
         """End the process and the command that it runs."""
@@ -137,12 +150,6 @@ def _failed_test(text: str) -> str:
     name = name.replace(".", "::") + bracket + case if "::" in "".join(listed) else found[1]
     full = next((line[: line.index(name) + len(name)] for line in listed if name in line), found[1])
     return f"{full}: {found[2][:_LONGEST]}"
-
-
-def _how_ended(code: int) -> str | None:
-    if code == 0:
-        return None
-    return f"ended with exit code {code}" if code > 0 else f"ended by signal {-code}"
 
 
 def read_figures(file: Path, statistic: str) -> dict[str, float]:

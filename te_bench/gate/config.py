@@ -161,8 +161,10 @@ class _Taker:
     def env(self) -> dict[str, str]:
         found: dict[str, str] = self("env", dict, 'a table of strings, such as { OMP_NUM_THREADS = "1" }', {})
         for name, value in found.items():
-            if not isinstance(value, str):
-                raise self._refused(f"env.{name}", value, "a string")
+            if not name or "=" in name or "\0" in name:
+                raise self._refused("env", name, "the variable a name that is not empty and holds no = and no NUL")
+            if not isinstance(value, str) or "\0" in value:
+                raise self._refused(f"env.{name}", value, "a string without NUL")
             self.check_places(f"env.{name}", value)
         return found
 

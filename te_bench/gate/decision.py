@@ -25,16 +25,13 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 
 from te_bench.gate.looks import HolmClaim, LogRatios, MeasuredRatio, TrialRatios, divisor, holm
-from te_bench.gate.question import ALPHA, MARGIN
+from te_bench.gate.question import ALPHA, FEWEST, MARGIN
 from te_bench.gate.slowdown import Estimate, likeness
 
 FAMILY = "geometric mean"
 #: The mean over all calls must lie below 1 + this many margins. Its pairs vary by 0.8 to 10 times as much as those of the
 #: lowest tenth, 1.4 times in the median.
 MEAN_MARGINS = 2.5
-#: The fewest pairs for a claim. If processes of one program run at either of two speeds (memory layout), all n pairs show
-#: the same difference in up to 4^-n of cases: 0.1 % for 5, and no noise among the pairs reveals it.
-FEWEST = 5
 WORTH_SAYING = 1.5  # the reason mentions intervals from this many times the width for independent pairs
 SUSPECT_FROM = 3  # pairs; from 4 on, 78 % of slow-downs are found instead of 83 % (100 to 150 simulations)
 

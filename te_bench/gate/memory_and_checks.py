@@ -6,7 +6,7 @@ result that the baseline has, 0 for information only.
 
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from te_bench.experiments.spec import Record
@@ -24,6 +24,7 @@ MIB = 2**20
 #: allocate the same in every process; compiled steps differ by up to 2.4 MiB and 0.045 % (40 configurations, H200). On a
 #: CPU the resident memory of 8 processes of one trial differed by up to 140 MiB of 620.
 ALLOWED = {"peak_allocated_bytes": (4 * MIB, 0.001), "peak_rss_bytes": (128 * MIB, 0.1)}
+FEWER = (1, 0.01)  # (rows, share) by which the largest batch may fall
 _MEMORY = {"peak_allocated_bytes": "peak allocated", "peak_rss_bytes": "peak resident"}
 #: Counts of one step in Record.work, if the workload took them. None may grow.
 COUNTS = {"launches": "kernel launches", "graph_breaks": "graph breaks", "recompiles": "recompiles"}
@@ -74,6 +75,18 @@ class Match:
 
 def by_seed(configuration: Configuration | None) -> dict[int, Row]:
     return {row.trial.seed: row for row in configuration.rows} if configuration else {}
+
+
+def merge(side: Iterable[Group]) -> dict[str, Configuration]:
+    """Return {id: configuration} over all suites: one row a seed, that of the latest record."""
+    rows: dict[str, dict[int, Row]] = {}
+    known = {}
+    for one in (one for group in side for one in group.configurations):
+        kept, known[one.id] = rows.setdefault(one.id, {}), one
+        for row in one.rows:
+            seed = row.trial.seed
+            kept[seed] = max(kept.get(seed, row), row, key=lambda row: row.record.started_at if row.record else "")
+    return {key: replace(one, rows=tuple(rows[key].values())) for key, one in known.items()}
 
 
 def compare_match(match: Match) -> list[GateFinding]:
@@ -162,6 +175,7 @@ def _compare_memory(match: Match) -> Iterable[GateFinding]:
             yield _missing(match, f"{name} memory recorded in the baseline, not in the candidate")
         peaks = _measured_in_both(match, "samples", sample)
         yield from _compare_peaks(match, sample, name, peaks)
+    yield from _compare_largest_batch(match)
     tried = [(_peaks_of_tries(b), _peaks_of_tries(c)) for b, c in match.pairs.values()]
     if any(old for old, _ in tried) and not any(new for _, new in tried):
         yield _missing(match, "peak memory of each batch recorded in the baseline, not in the candidate")
@@ -181,6 +195,17 @@ def _compare_peaks(match: Match, sample: str, name: str, peaks: list[tuple[float
     if growth > allowed:
         sizes = f"{growth / MIB:+,.1f} MiB on {old / MIB:,.1f} MiB ({100 * growth / old:+.2g} %)"
         yield _finding(match, FindingKind.MEMORY, 1, f"{name} {sizes}; {allowed / MIB:.1f} MiB are allowed")
+
+
+def _compare_largest_batch(match: Match) -> Iterable[GateFinding]:
+    """Find a largest batch that fell (median over the pairs) by more than FEWER."""
+    least, share = FEWER
+    if largest := _measured_in_both(match, "samples", "max_batch"):
+        old, new = (statistics.median(side) for side in zip(*largest, strict=True))
+        fall, allowed = statistics.median(b - c for b, c in largest), least + share * old
+        if fall > allowed:
+            said = f"largest batch {-fall:+g}: from {old:g} to {new:g}; {allowed:.1f} fewer are allowed"
+            yield _finding(match, FindingKind.MEMORY, 1, said)
 
 
 def _peaks_of_tries(record: Record) -> dict[int, float]:

@@ -17,13 +17,13 @@ from te_bench.gate.memory_and_checks import GateFinding
 from te_bench.gate.stored_runs import REGRESSED, Gate
 from te_bench.reports.analysis.rows import unique
 from te_bench.reports.files import write_file
-from te_bench.reports.page import tables, text
+from te_bench.reports.page import screen, tables, text
 from te_bench.reports.page.table import Table, Value, number, table_of, word
 
 SCHEMA = 2  # of the JSON; 2: the mean of all calls is judged too
 MARKER = "<!-- te-bench gate -->"  # a workflow finds its own comment by this marker and updates it
 MOST_SAID = 5  # regressions in sentences
-_WIDTH = tables.TERMINAL_WIDTH
+_WIDTH = screen.WIDTH
 _HEADINGS = {1: "Got worse", 4: "Missing or failed", 3: "Undecided", 0: "Also"}
 _ANSWERS = {0: "PASS", 1: "REGRESSION", 3: "INCONCLUSIVE", 4: "INCOMPLETE", 5: "ENVIRONMENT MISMATCH"}
 

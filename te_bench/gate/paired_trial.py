@@ -34,6 +34,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from te_bench.experiments.host import oom_kills
 from te_bench.experiments.processes import kill_group
 from te_bench.experiments.spec import Record, Trial, canonical_json
 from te_bench.gate import fork_server
@@ -49,6 +50,7 @@ PAUSE_S = 0.002  # before a turn: the other revision's threads may spin for so l
 #: Imported once for both revisions. Torch brings everything but te_bench that `quick` needs.
 SHARED = ("torch", "torch._dynamo", "scipy.stats")
 START_S = 300.0  # for the imports of a revision
+_ZOMBIE_S = 1.0  # within this time, a process that has closed its socket has ended
 _KILLED_S = 10.0  # within this time, a killed process has ended
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
@@ -69,6 +71,17 @@ class Unrunnable(Exception):
     def __init__(self, message: str, refused: str | None = None):
         super().__init__(message)
         self.refused = refused
+
+
+def how_ended(code: int | None, oom_kills_before: int) -> str:
+    """Say how a process ended; code: as of Popen, None if unknown. oom_kills_before: the count at its start."""
+    if code is None:
+        return "ended"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    memory = code == -signal.SIGKILL and oom_kills() > oom_kills_before
+    name = next((one.name for one in signal.Signals if one == -code), f"signal {-code}")
+    return f"ended by {name}{', for the host was out of memory' * memory}"
 
 
 class ForkServer:
@@ -106,8 +119,9 @@ class RevisionProcess:
     def __init__(self, name: str, root: Path, server: ForkServer):
         """Raise Unrunnable if the process cannot be forked."""
         self.name, self.environment = name, ""
+        self.pid, self._oom_kills = 0, oom_kills()
         self.lines = Lines(server.fork(root))
-        self.pid: int = self._receive()["pid"]
+        self.pid = int(self._receive()["pid"])
 
     def wait_for_imports(self, root: Path) -> None:
         """Raise Unrunnable if the imports fail or come from another te_bench."""
@@ -132,7 +146,8 @@ class RevisionProcess:
         try:
             return self.lines.receive(START_S)
         except EOFError:
-            raise Unrunnable(f"{self.name}: its process ended while it was asked") from None
+            how = how_ended(_code_of_zombie(self.pid), self._oom_kills)
+            raise Unrunnable(f"{self.name}: its process {how} while it was asked") from None
         except TimeoutError:
             raise Unrunnable(f"{self.name}: no answer within {START_S:g} s") from None
 
@@ -141,6 +156,18 @@ class RevisionProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(self.pid, signal.SIGKILL)
         self.lines.close(_KILLED_S)
+
+
+def _code_of_zombie(pid: int) -> int | None:
+    """Return the exit code of a process that the fork server never waits for, as of Popen; None if it cannot be read."""
+    until = time.monotonic() + _ZOMBIE_S
+    with contextlib.suppress(OSError):
+        while time.monotonic() < until:
+            stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # proc(5)
+            if stat[0] == "Z":
+                return os.waitstatus_to_exitcode(int(stat[-1]))
+            time.sleep(1e-3)
+    return None
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
 """Gate two revisions: run rounds of pairs, judged at looks fixed before any ratio is seen, until every trial is decided.
 
-DIR/gate.json, written last, marks a gate as done. If it is missing, a call with the same question continues a killed gate
-from DIR/base and DIR/head. Any other call sets the earlier gate aside, once both revisions have a plan: a refused call
-changes nothing.
+DIR/gate.json, written last, marks a gate as done. If it is missing, a call with the same question continues the gate from
+DIR/base and DIR/head: the gate was killed, or a revision could not be run after the first round. Any other call sets the
+earlier gate aside, once both revisions have a plan: a refused call changes nothing.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ from te_bench.experiments.store import GATE_SIDES as SIDES
 from te_bench.experiments.store import Store
 from te_bench.gate import checkouts, output, paired_sweep
 from te_bench.gate.commands import CommandProcesses
-from te_bench.gate.decision import FEWEST, GateVerdict
+from te_bench.gate.decision import GateVerdict
 from te_bench.gate.memory_and_checks import FindingKind, GateFinding
 from te_bench.gate.paired_sweep import GateProcesses, PairedPlan
 from te_bench.gate.paired_trial import Unrunnable
-from te_bench.gate.question import Question
+from te_bench.gate.question import FEWEST, Question
 from te_bench.gate.stored_runs import INCOMPLETE, Gate, compare, judge_at_end
 from te_bench.reports.analysis.naming import count_trials, first_of
 from te_bench.reports.analysis.rows import TIMED, printable
@@ -49,8 +49,8 @@ def run(question: Question, directory: Path, machine: dict[str, Any], *, say: Ca
 
     `exit_first`: also end at the first REGRESSION of a ratio, which later looks rarely undo, unlike other failures.
 
-    Store each side's records in `directory`, like te-bench run. A revision that cannot be run counts as failed. Raise
-    ValueError for unknown revisions, and for what `decide` refuses.
+    Store each side's records in `directory`, like te-bench run. A revision that cannot be run counts as failed, after what
+    the stored rounds say. Raise ValueError for unknown revisions, and for what `decide` refuses.
     """
     check_alpha(question.alpha)
     started, directory = time.monotonic(), directory.absolute()  # absolute: revisions change their working directory
@@ -75,6 +75,8 @@ def run(question: Question, directory: Path, machine: dict[str, Any], *, say: Ca
             gate = run_rounds(question, directory, processes, known, started, say)
         except Unrunnable as error:
             _begin(directory, stores, known)
+            if all(store.journal.records for store in stores):
+                return _judge_stored(question, directory, commits, known, str(error))
             gate = _gate_of_unrunnable(question, commits, str(error))
     _write(directory / ANSWER, output.to_json(gate))
     return gate
@@ -84,7 +86,7 @@ def run_rounds(
     question: Question,
     directory: Path,
     processes: GateProcesses,
-    known: Mapping[str, Any],
+    known: dict[str, Any],
     started: float,
     say: Callable[[str], None],
 ) -> Gate:
@@ -112,7 +114,8 @@ def run_rounds(
         if number == 2 and not looks:
             left = None if question.budget_s is None else question.budget_s - (time.monotonic() - started)
             looks = looks_within(LOOKS[-1] if left is None else number + int(left / slowest))
-            _write(directory / QUESTION, {**known, "looks": looks})
+            known["looks"] = looks
+            _write(directory / QUESTION, known)
         gate = _judge(question, directory, commits, looks)
         chosen = _choose_next(gate, planned, [c for c in planned.common if pairs[c] < (looks or LOOKS)[-1]])
         late = until is not None and time.monotonic() + slowest * len(planned.parts(chosen)) > until
@@ -134,8 +137,7 @@ def run_rounds(
 
 def _parts_left(gate: Gate, planned: PairedPlan, pairs: Mapping[str, int], most: int) -> int:
     """Return how often the gate runs a part of the plan yet, if every undecided trial goes on to `most` pairs."""
-    undecided = (name for name, one in gate.trials.items() if one.more)
-    parts = planned.parts(_cells_of(undecided, gate, planned.common))
+    parts = planned.parts(_cells_of(gate.more, gate, planned.common))
     return sum(most - min(pairs[cell] for cell in part) for part in parts)
 
 
@@ -184,10 +186,23 @@ def _note_budget(gate: Gate, planned: PairedPlan, spent_s: float, part_s: float)
 
 def _gate_of_unrunnable(question: Question, commits: tuple[str, ...], why: str) -> Gate:
     base, head = _names(question, commits)
-    name = question.suite if question.commands is None else "the commands"
-    finding = GateFinding(name=name, kind=FindingKind.FAILED, code=INCOMPLETE, message=printable(why))
     margin, alpha = question.margin, question.alpha
-    return Gate(baseline=base, candidate=head, margin=margin, alpha=alpha, findings=(finding,))
+    return Gate(baseline=base, candidate=head, margin=margin, alpha=alpha, findings=(_failed(question, why),))
+
+
+def _judge_stored(
+    question: Question, directory: Path, commits: tuple[str, ...], known: Mapping[str, Any], why: str
+) -> Gate:
+    """Return the gate of the stored rounds, with the finding that a revision cannot be run for another one."""
+    looks = tuple(known["looks"] or LOOKS)
+    gate = judge_at_end(_judge(question, directory, commits, looks), looks=looks, mde=question.mde)
+    note = "the rounds before the failure are judged; the same command goes on with them"
+    return replace(gate, findings=(*gate.findings, _failed(question, why)), notes=(*gate.notes, note))
+
+
+def _failed(question: Question, why: str) -> GateFinding:
+    name = question.suite if question.commands is None else "the commands"
+    return GateFinding(name=name, kind=FindingKind.FAILED, code=INCOMPLETE, message=printable(why))
 
 
 def _write_files(repository: Path | None, commit: str, folder: Path) -> Path:
@@ -254,9 +269,8 @@ def _choose_next(gate: Gate, planned: PairedPlan, cells: Sequence[str]) -> list[
     The gate is asked which trials are slower, and learns it sooner this way (te_bench.gate.decision). Undecided trials that
     are measured together with a suspect cost nothing and run too.
     """
-    undecided = {name: one for name, one in gate.trials.items() if one.more}
-    first = _cells_of((name for name, one in undecided.items() if one.suspect), gate, cells)
-    parts = planned.parts(_cells_of(undecided, gate, cells))
+    first = _cells_of((name for name in gate.more if gate.trials[name].suspect), gate, cells)
+    parts = planned.parts(_cells_of(gate.more, gate, cells))
     return [cell for part in parts if not first or not set(part).isdisjoint(first) for cell in part]
 
 

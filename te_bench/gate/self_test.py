@@ -20,10 +20,10 @@ import numpy as np
 
 from te_bench.experiments.spec import Options
 from te_bench.gate import checkouts, places, revisions
-from te_bench.gate.decision import FEWEST, GateVerdict, decide
+from te_bench.gate.decision import GateVerdict, decide
 from te_bench.gate.neighbours import first_timed
 from te_bench.gate.places import Place
-from te_bench.gate.question import Question
+from te_bench.gate.question import FEWEST, Question
 from te_bench.gate.stored_runs import Gate
 from te_bench.reports.convergence.stability import rate_bound
 from te_bench.reports.page import text
@@ -57,6 +57,7 @@ class Rate:
     low: float
     high: float
     undecided: int  # exit code 3
+    failed: int  # gates with another exit code than 0, 1, 3 and `expected`: they say nothing of the condition
     longest_s: float
     pairs: float  # mean over trials
     redrawn: float | None = None  # share with a REGRESSION among REDRAWN gates resampled from these gates' pairs
@@ -90,7 +91,7 @@ def run(
     """
     if gates < 1:
         raise ValueError(f"--gates {gates}: give 1 or more")
-    options = Options(**{**question.options, "device": question.device})
+    options = Options(**{**question.options, "device": question.device, "cache": question.cache})
     first = first_timed(question.suite, options, question.only)
     question = replace(question, faulty=first.name.rpartition("/")[0] + "/s*")  # whatever its seed
     directory.mkdir(parents=True, exist_ok=True)
@@ -128,9 +129,10 @@ def _run_gate(question: Question, machine: dict[str, Any], condition: Condition,
 
 
 def stored(directory: Path) -> list[Rate]:
-    """Return the rates of a finished self-test, judged anew on its pairs by `decide`.
+    """Return the rates of a finished self-test.
 
-    Raise ValueError if there are no answers, or answers to several questions.
+    Answers without means, of before these were judged, are judged anew on their pairs by `decide`. Raise ValueError if there
+    are no answers, or answers to several questions.
     """
     path = directory / ANSWERS
     answers = _read(path)
@@ -226,6 +228,7 @@ def measure_rate(
         low=low,
         high=high,
         undecided=sum(answer["exit_code"] == 3 for answer in answers),
+        failed=sum(answer["exit_code"] not in (0, 1, 3, condition.expected) for answer in answers),
         longest_s=max((answer["seconds"] for answer in answers), default=0.0),
         pairs=sum(pairs) / len(pairs) if pairs else 0.0,
         redrawn=redraw(answers, margin=margin, alpha=alpha) if whole else None,
@@ -268,13 +271,18 @@ def interval(k: int, n: int) -> tuple[float, float]:
 
 
 def passed(rates: Sequence[Rate], alpha: float) -> bool:
-    """Return whether every leak and crash was noticed, and unchanged code raised no more alarms than alpha can explain."""
+    """Return whether every leak and crash was noticed, and unchanged code raised no more alarms than alpha can explain.
+
+    Not if a condition has no gate, or a gate of unchanged code failed.
+    """
     noticed = all(one.alarms == one.gates for one in rates if one.condition.rounds == 1)
-    return noticed and all(one.low <= alpha for one in rates if not one.condition.fault)
+    quiet = all(one.low <= alpha and not one.failed for one in rates if not one.condition.fault)
+    return noticed and quiet and all(one.gates for one in rates)
 
 
 def table(rates: Sequence[Rate]) -> Table:
-    """Return one row per condition."""
+    """Return one row per condition. The column of failed gates is there if there are any."""
+    any_failed = any(one.failed for one in rates)
     rows = [
         {
             "Planted": word(one.condition.name),
@@ -282,6 +290,7 @@ def table(rates: Sequence[Rate]) -> Table:
             "Interval": word(f"{100 * one.low:.0f} to {100 * one.high:.0f} %"),
             "Redrawn": number(one.redrawn, lambda share: text.MISSING if share is None else f"{100 * share:.1f} %"),
             "Undecided": Value(text=f"{one.undecided}", sort=one.undecided),
+            **({"Failed": Value(text=f"{one.failed}", sort=one.failed)} if any_failed else {}),
             "Pairs": number(one.pairs, lambda pairs: f"{pairs or 0:.1f}"),
             "Longest, s": number(one.longest_s, lambda seconds: f"{seconds or 0:.0f}"),
         }
@@ -289,6 +298,7 @@ def table(rates: Sequence[Rate]) -> Table:
     ]
     note = (
         "Alarms: gates with exit code 1, for a crash 4; for unchanged code they are false. Interval: exact, 95 %. Redrawn: "
-        f"alarms in {REDRAWN} gates resampled from all ratios. Undecided: exit code 3. Pairs: mean per trial."
+        f"alarms in {REDRAWN} gates resampled from all ratios. Undecided: exit code 3. "
+        f"{'Failed: any other exit code. ' * any_failed}Pairs: mean per trial."
     )
     return filled("self-test", "Self-test", rows, note)  # there are conditions

@@ -2,8 +2,8 @@
 
 The exit code is the first that applies:
 5  the environments differ in what can change a result, and --allow-environment-change is not given: nothing is judged
-1  a trial is slower by more than the margin, takes more memory or more launches, exceeds a --compare-fail limit, or a
-   convergence verdict got worse
+1  a trial is slower by more than the margin, takes more memory or launches, fits a smaller batch, exceeds a
+   --compare-fail limit, or a convergence verdict got worse
 4  a configuration is missing, a trial failed that did not before, or nothing could be compared
 3  some trial, or the geometric mean, is undecided
 0  every trial passes
@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from te_bench.experiments.spec import Record, matches
-from te_bench.gate.decision import FEWEST, GateDecision, GateJudgement, GateVerdict, decide
-from te_bench.gate.memory_and_checks import FindingKind, GateFinding, Match, compare_match, compare_studies
-from te_bench.gate.question import ALPHA, MARGIN
+from te_bench.gate.decision import GateDecision, GateJudgement, GateVerdict, decide
+from te_bench.gate.memory_and_checks import FindingKind, GateFinding, Match, compare_match, compare_studies, merge
+from te_bench.gate.question import ALPHA, FEWEST, MARGIN, SEEDS
 from te_bench.reports.analysis.measures import median, seconds_of
 from te_bench.reports.analysis.naming import COMMAND
 from te_bench.reports.analysis.rows import (
@@ -46,9 +46,6 @@ _JUDGED = "code"
 #: nvml.h, nvmlClocksEventReasons*: hardware slowdown, software and hardware thermal slowdown, power brake. Not 0x4, the
 #: software power cap: an H200 that runs large GEMMs is always at its cap.
 _THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
-#: Advised for each of two stored runs. With pairs that vary by 0.4 %, as a GPU's do, 80 % of gates find a slow-down of
-#: 3.0 % with eight seeds, of 3.7 % with five.
-SEEDS = 8
 TELLING = 5  # different times in a process; short kernels may share fewer by chance, because clocks are coarse
 QUIET = 0.1  # the quantile of a process's samples on a CPU
 
@@ -88,6 +85,10 @@ class Gate:
     @property
     def trials(self) -> Mapping[str, GateJudgement]:
         return self.decision.trials if self.decision else {}
+
+    @property
+    def more(self) -> Mapping[str, int]:
+        return self.decision.more if self.decision else {}
 
     @property
     def judgements(self) -> Mapping[str, GateJudgement]:
@@ -267,7 +268,7 @@ def _note_few_seeds(sides: Sequence[Sequence[Group]], timed: TimedPairs) -> list
 
 def _match(baseline: Sequence[Group], candidate: Sequence[Group]) -> list[Match]:
     """Return every configuration of either run, the baseline's first; the name is the trial's without the seed."""
-    before, after = ({one.id: one for group in side for one in group.configurations} for side in (baseline, candidate))
+    before, after = map(merge, (baseline, candidate))
     known = {**after, **before}
     order = [*before, *(key for key in after if key not in before)]
     trials = {key: known[key].trial for key in order}

@@ -47,7 +47,7 @@ IMPLEMENTATIONS = {"manual": "eager", **dict.fromkeys(PINNED, "sdpa")}
 T = TypeVar("T")
 
 LAYERS = ("layers", "num_layers", "n_layer", "n_layers")  # names of a factory's parameter for its depth
-ASKED = 2  # sequences of a pass whose numbers do not count: a batch norm refuses a single image of one pixel
+PROBE_BATCH = 2  # sequences of a pass whose numbers do not count: a batch norm refuses a single image of one pixel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -348,14 +348,14 @@ class Adopted(nn.Module):
         try:
             with imagined(self.made.source):
                 model = Adopted(make(self.made.source, attention=OWN, device="cpu"), kernel="math")
-                inputs, targets = model.made.draw(ASKED, length, seed=0, device="cpu")
+                inputs, targets = model.made.draw(PROBE_BATCH, length, seed=0, device="cpu")
                 with FlopCounterMode(display=False, custom_mapping=grouped_gemm.FLOP) as counter:
                     a_pass(model, inputs, targets).backward()
         except UNIMAGINABLE:
             return 6 * self.weights
         finally:
             pin(self.kernel)
-        return int(counter.get_total_flops()) // (ASKED * length)
+        return int(counter.get_total_flops()) // (PROBE_BATCH * length)
 
     @property
     def converted(self) -> dict[str, str]:
@@ -389,12 +389,11 @@ class Adopted(nn.Module):
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Count the FP8 GEMMs of a forward pass, and of its loss's backward pass, in `gemms`: three a Linear, two for
-        the first one.
+        """Count the FP8 GEMMs of a pass, forward and backward, in `gemms`: three a Linear, two for the first one.
 
-        A Linear on which the loss does not depend has one; so has one that checkpointing computes twice, whose gradients'
-        GEMMs are then not asked for. A recipe with bf16 wgrad has one fewer each. A converted MLP
-        has two products (gate and up together), a fused layer four; a head without logits counts as none.
+        A Linear on which the loss does not depend has one. So has a call that checkpointing repeats: the GEMMs of its
+        gradients are not counted. A recipe with bf16 wgrad has one fewer each. A converted MLP has two products (gate
+        and up together), a fused layer four; a head without logits counts as none.
         """
         self.gemms, self.rows, self.fused = 0, set(), False
         each = 2 if self.recipe is not None and self.recipe.bf16_wgrad else 3
@@ -461,8 +460,17 @@ def perturb(module: nn.Module, seed: int, ulps: int) -> None:
         move(parameter, seed << 16 | number, ulps)
 
 
+_switches: dict[str, bool] | None = None  # {kernel: whether it was allowed before the first pin}; None: not pinned
+
+
 def pin(attention: str) -> None:
-    """Restrict scaled_dot_product_attention to that kernel, or allow all if it names none of its kernels."""
-    for name in PINNED:
-        enable = getattr(torch.backends.cuda, f"enable_{name}_sdp")
-        enable(attention == name or attention not in PINNED)
+    """Restrict scaled_dot_product_attention to that kernel; a name of none of its kernels undoes that."""
+    global _switches
+    if attention not in PINNED:
+        allowed, _switches = _switches or {}, None
+    else:
+        if _switches is None:
+            _switches = {name: getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in PINNED}
+        allowed = {name: name == attention for name in PINNED}
+    for name, allow in allowed.items():
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(allow)

@@ -96,9 +96,12 @@ def loss_of(name: str, out: Any, targets: Tensor) -> Tensor:
         return loss_of(name, out.logits, targets)
     elif isinstance(out, tuple | list):
         tensors = [x for x in out if isinstance(x, Tensor)]
-        scalar = [x for x in tensors if x.dim() == 0]
+        losses = [x for x in tensors if _is_loss(x)]
+        if len(losses) > 1:
+            many = f"{len(losses)} scalars that could be the loss"
+            raise Refused(f"{name}: its forward returned {shown(out)} with {many}: give --loss package.module:function")
         if tensors:
-            return loss_of(name, (scalar or tensors)[0], targets)
+            return loss_of(name, (losses or tensors)[0], targets)
     logits = "" if targets.is_floating_point() else f" nor logits ({', '.join(map(str, targets.shape))}, V)"
     raise Refused(f"{name}: its forward returned {shown(out)}, no loss{logits}: give --loss package.module:function")
 

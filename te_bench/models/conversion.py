@@ -16,11 +16,12 @@ from typing import Any, NoReturn
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from te_bench.kernels import compiler
-from te_bench.models import conversion_parts, fp8, rms_norms
+from te_bench.models import conversion_parts, fp8, linears, rms_norms
 from te_bench.models.conversion_parts import Filter
 from te_bench.models.conversion_report import Conversion, ConvertedLayer, KeptLayer, OtherWeight, TeLayer
 from te_bench.models.modules import arguments
@@ -83,8 +84,9 @@ def convert(
     With `recipe`, Linears that it keeps (bf16_first, bf16_last) stay, and calling the model enters
     te.autocast(recipe=recipe), which torch.compile(fullgraph=True) cannot trace. Without, your own te.autocast decides.
     Converting twice is harmless, and the second report includes the first. If anything is raised, nothing has changed:
-    ValueError for a model that is itself such a layer, for a recipe that its device cannot run, and, with a recipe, for
-    a model whose class cannot be subclassed or that Lightning would train without calling it.
+    ValueError for a model that is itself such a layer, for a Conv1D in DistributedDataParallel, for a recipe that its
+    device cannot run, and, with a recipe, for a model whose class cannot be subclassed or that Lightning would train
+    without calling it.
     """
     asked = conversion_parts.check(parts)
     _check(model, recipe)
@@ -108,6 +110,7 @@ def convert(
             converted[id(layer)] = _make_replacement(layer, kind, name)
         else:
             kept[id(layer)] = KeptLayer(name, type(layer).__name__, reason, _count_in_gemm(layer, kind))
+    _check_reduced(model, {number for number, (_, entry) in converted.items() if entry.before == "Conv1D"})
     total = sum(p.numel() for p in model.parameters() if not is_lazy(p))
     seen = [layer for _, _, _, layer in places if id(layer) in converted or id(layer) in kept]
     outside = tuple(_find_other_weights(model, seen))
@@ -120,13 +123,14 @@ def convert(
         for module in model.modules():
             _checkpoint_in_fp8(module, undo)
             _let_resize(module, undo)
+            _keep_padded(module, undo)
         if recipe is not None:
             _enter_by_itself(model, recipe, undo)
         undo.pop_all()  # everything succeeded: keep the changes
     # An FP8 head reads its weight itself, so its layer is not reported as kept.
     heads = {part.name for part in others if part.parameters}
     stays = tuple(entry for entry in kept.values() if entry.name not in heads)
-    by_itself = isinstance(model, _Autocasting)
+    by_itself = getattr(model, "_te_recipe", None) is not None
     return Conversion(tuple(entry for _, entry in converted.values()), stays, total, ours, outside, others, by_itself)
 
 
@@ -141,6 +145,13 @@ def _swap(parent: nn.Module, attribute: str, new: nn.Module, undo: contextlib.Ex
     if isinstance(parent, nn.TransformerEncoderLayer):
         # Its inference fast path reads the weights directly, bypassing the layers and FP8; 0 disables it.
         _assign(parent, "activation_relu_or_gelu", 0, undo)
+
+
+def _keep_padded(module: nn.Module, undo: contextlib.ExitStack) -> None:
+    """Let an nn.TransformerEncoder give no nested tensors to layers whose inference fast path `_swap` disabled."""
+    layers = module.layers if isinstance(module, nn.TransformerEncoder) else ()
+    if any(getattr(layer, "activation_relu_or_gelu", None) == 0 for layer in layers):
+        _assign(module, "use_nested_tensor", False, undo)
 
 
 def _checkpoint_in_fp8(module: Any, undo: contextlib.ExitStack) -> None:
@@ -212,6 +223,16 @@ def _check(model: nn.Module, recipe: Recipe | None) -> None:
         reason = recipe.unsupported(device.type, capability)
         if reason is not None:
             raise ValueError(reason)
+
+
+def _check_reduced(model: nn.Module, transposed: Collection[int]) -> None:
+    """Raise ValueError if DistributedDataParallel holds a layer, by its id, that would get a new Parameter."""
+    for wrapper in model.modules():
+        if isinstance(wrapper, DistributedDataParallel) and any(id(layer) in transposed for layer in wrapper.modules()):
+            raise ValueError(
+                "DistributedDataParallel would not reduce the gradients of Conv1D weights, which convert makes anew: "
+                "convert the model, then wrap it"
+            )
 
 
 def _find_places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
@@ -290,7 +311,11 @@ def _reason_to_keep(layer: nn.Module, kind: str, name: str, owners: dict[int, li
     if parametrize.is_parametrized(layer):
         return "its weight is parametrised (torch.nn.utils.parametrize)"
     torchs = (nn.Linear, nn.LayerNorm, nn.RMSNorm)
-    if isinstance(layer, torchs) and cls not in torchs:
+    if (
+        isinstance(layer, torchs)
+        and cls not in torchs
+        and not (isinstance(layer, nn.Linear) and linears.is_plain(layer))
+    ):
         return f"{cls.__name__}, a subclass of {kind}, may do more than that"
     if "forward" in vars(layer) or vars(layer).get("_compiled_call_impl"):
         return "its forward was replaced, or compiled: convert first"
@@ -384,12 +409,13 @@ class _Autocasting(Mixed):
     Hooks would not do: after a KeyboardInterrupt nn.Module calls none, and FP8 would stay on.
     """
 
-    _te_recipe: Recipe
+    _te_recipe: Recipe | None = None  # None: a module that was made from the class
 
     # The autocast stays out of graphs, the model's own call does not.
     @functools.partial(compiler.untraced, recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with fp8.autocast(recipe=self._te_recipe):
+        recipe = self._te_recipe
+        with contextlib.nullcontext() if recipe is None else fp8.autocast(recipe=recipe):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def _replicate_for_data_parallel(self) -> NoReturn:

@@ -62,7 +62,7 @@ def _facts(source: Source, tokens: int, built: Callable[[], object]) -> Facts:
     built()
     tokens = made.sequence or min(tokens, made.block or tokens)
     model = adopted.Adopted(made)
-    inputs, targets = made.draw(adopted.ASKED, tokens, seed=0, device="cpu")
+    inputs, targets = made.draw(adopted.PROBE_BATCH, tokens, seed=0, device="cpu")
     attended = Attended()
     with attended:
         loss = _a_first_pass(source, model, inputs, targets, doing=f"its forward of {tokens} tokens")

@@ -3,6 +3,7 @@
 With return_reason an answer is (supported, reason); the reason is "" for yes.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,21 +118,10 @@ class FP8GlobalStateManager:
         """Return False: te_bench keeps its parameters in high precision."""
         return False
 
-    @classmethod
-    def is_fp8_available(cls) -> Answer:
-        return is_fp8_available(return_reason=True)
-
-    @classmethod
-    def is_fp8_block_scaling_available(cls) -> Answer:
-        return is_fp8_block_scaling_available(return_reason=True)
-
-    @classmethod
-    def is_mxfp8_available(cls) -> Answer:
-        return is_mxfp8_available(return_reason=True)
-
-    @classmethod
-    def is_nvfp4_available(cls) -> Answer:
-        return is_nvfp4_available(return_reason=True)
+    is_fp8_available = staticmethod(partial(is_fp8_available, return_reason=True))
+    is_fp8_block_scaling_available = staticmethod(partial(is_fp8_block_scaling_available, return_reason=True))
+    is_mxfp8_available = staticmethod(partial(is_mxfp8_available, return_reason=True))
+    is_nvfp4_available = staticmethod(partial(is_nvfp4_available, return_reason=True))
 
     @classmethod
     def reset(cls) -> None:

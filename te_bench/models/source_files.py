@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 #: Packages that an environment's id covers already, by version or, for te-bench, by a hash of its code.
-_KNOWN = frozenset(("torch", "triton", "numpy", "te_bench"))
+_KNOWN = frozenset(("torch", "triton", "te_bench"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,10 @@ from torch import nn
 
 
 class Mixed:
-    """The base of the mixins. A class made by `_mixed` has the name of the class that it extends."""
+    """The base of the mixins. A class made by `_mixed` has the name of the class that it extends.
+
+    type(model)(config) makes a module that was never converted: it computes as its origin.
+    """
 
     _te_origin: type[nn.Module]  # the class that the mixins were put before
     _te_mixins: tuple[type["Mixed"], ...]

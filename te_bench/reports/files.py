@@ -1,25 +1,17 @@
 """Write files whole or not at all, and the folder of a page."""
 
-import os
 import re
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from te_bench.experiments.store import own
+from te_bench.training.durable import replacing
 
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Replace a file's content in one step: a reader sees either the old bytes or the new ones."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(data)
-        Path(temporary).chmod(0o644)  # mkstemp's 0600 would hide the report from a web server
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with replacing(path, durable=False) as temporary:
+        temporary.write_bytes(data)
 
 
 def write_folder(out: Path, files: Mapping[str, bytes], what: str) -> None:

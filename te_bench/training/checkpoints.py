@@ -31,6 +31,7 @@ from te_bench.models.recipe import Recipe
 from te_bench.training import tokenizer as tokenizers
 from te_bench.training import weights
 from te_bench.training.corpus import Corpus
+from te_bench.training.durable import replacing
 from te_bench.training.parallel import SINGLE, Parallel
 
 FORMAT = 2  # of the part "te_bench"
@@ -118,9 +119,14 @@ def save(
         content["model_args"] = {name: fields[name] for name in MODEL_ARGS}
     if parallel.rank:
         return
+    write(content, path)
+
+
+def write(content: Any, path: Path) -> None:
+    """Write `content` by torch.save, replacing the whole file; create its folder. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with weights.replacing(path) as temporary:
-        torch.save(content, temporary)
+    with replacing(path) as temporary, temporary.open("wb") as file:  # given a path, torch raises RuntimeError
+        torch.save(content, file)
 
 
 def load(path: Path) -> Checkpoint:

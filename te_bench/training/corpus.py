@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from te_bench.training import tokenizer as tokenizers
+from te_bench.training.durable import sync
 
 #: The legal forms of a data set's name, each with one line for `te-bench list datasets`.
 DATASETS = {
@@ -362,10 +363,10 @@ def _write(folder: Path, text: str, spec: str, source: str | None, report: Progr
         meta["bytes"] = {path.name: path.stat().st_size for path in sorted(beside.iterdir())}
         with _open_durably(beside / "meta.json") as file:
             file.write(json.dumps(meta, indent=1).encode())
-        _sync(beside)
+        sync(beside)
         _remove(folder)  # remove an incomplete corpus
         beside.rename(folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
@@ -392,12 +393,3 @@ def _open_durably(path: Path) -> Iterator[IO[bytes]]:
         yield file
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Make a folder's file names durable (fsync)."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

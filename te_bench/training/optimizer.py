@@ -280,24 +280,6 @@ class TableAdamW:
         found = ((p, self.copies.get(p)) for p in self.masters)
         return [p if copy is None else copy.leaf for p, copy in found if copy is None or copy.direct]
 
-    @torch.no_grad()
-    def carry(self, old: "TableAdamW") -> None:
-        """Continue from `old`, the table of the model that ours was copied from: take its moments and weight copies."""
-        self._rate.copy_(old._rate)
-        for name, value in self.state["step"].items():
-            value.copy_(old.state["step"][name])
-        for mine, theirs in zip(self.masters, old.masters, strict=True):
-            for name, moment in self.state[mine].items():
-                moment.copy_(old.state[theirs][name])
-        for copy, other in zip(self.copies.values(), old.copies.values(), strict=True):
-            if copy.half:
-                copy.leaf.copy_(other.leaf)
-            if copy.fp8 is not None and other.fp8 is not None:
-                for ours, left in zip(copy.fp8.kept[:3], other.fp8.kept[:3], strict=True):
-                    if ours is not None:
-                        ours.copy_(left)
-        self._fresh, self._versions = old._fresh and old._versions == old._seen(), self._seen()
-
     # ---- before, during and after a training pass
 
     def prepare(self) -> None:

@@ -76,6 +76,10 @@ def of_package(package: str) -> list[tuple[str, Path]]:
     except importlib.metadata.PackageNotFoundError as error:
         raise ValueError(f"{package} is no folder, and not installed: pip install {package}") from error
     found = [(file.as_posix(), Path(str(file.locate()))) for file in files or () if file.suffix == ".py"]
+    if not found:
+        raise ValueError(
+            f"{package} is installed, and its installer recorded no .py file of it; name a folder of its sources instead"
+        )
     return sorted(found, key=lambda file: file[1])
 
 
@@ -106,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> str:
             )
         else:
             files = of_packages(chosen.sources, shuffled=chosen.shuffled)
-        if (first := next(files, None)) is None:
+        if (first := next(files, None)) is None:  # of folders: of_package refuses a package without files
             raise ValueError(
                 f"{', '.join(chosen.sources)}: no .py file of {SHORTEST} bytes or more; links to folders are not followed"
             )

@@ -5,12 +5,11 @@ gradient accumulation, float32 parameters under autocast.
 """
 
 import contextlib
-import copy
 import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -108,6 +107,10 @@ class TrainStep:
     ):
         plugins.check("precision", precision, list(AUTOCAST))
         plugins.check("mode", mode, list(MODES))
+        if not any(p.requires_grad for p in model.parameters()):
+            raise ValueError("the model has no weight to train; set requires_grad of those that shall learn")
+        if optim.accumulate < 1:
+            raise ValueError(f"accumulate {optim.accumulate}: give 1 or more micro-batches")
         if precision == "fp8" and not getattr(model, "in_fp8", True):
             raise ValueError("precision fp8: the model has no recipe; give it one, adopt(module, recipe=...), or bf16")
         blocks = "fused" if getattr(model, "blocks", None) == "fused" else None
@@ -183,24 +186,11 @@ class TrainStep:
         """Return whether torch.compile makes the forward pass, in any mode."""
         return self.mode not in ("eager", "cudagraph") or (self.captured and not getattr(self.model, "as_it_is", False))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a step of a copy of the model that continues as this would, with its own code, tables and buffers."""
-        if self.parallel is not SINGLE:
-            raise ValueError("a step over several ranks has no copy: make another TrainStep in each rank")
-        if self.captured:
-            raise ValueError("mode cudagraph: a captured step has no copy; copy its model and make another TrainStep")
-        table, model = self.table, copy.deepcopy(self.model, memo)
-        optimizer = None if table is None else table.name
-        how: dict[str, Any] = {"mode": self.mode, "optimizer": optimizer, "states": self.states}
-        twin = type(self)(model, self.optim, precision=self.precision, **how)
-        if table is None:
-            twin.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
-        else:
-            assert twin.table is not None
-            twin.table.carry(table)
-        twin.scaler.load_state_dict(self.scaler.state_dict())
-        twin.grad_norm = copy.deepcopy(self.grad_norm, memo)
-        return twin
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(
+            "a TrainStep has no copy: make another one of copy.deepcopy(step.model); training.resume's save and load "
+            "carry the optimizer over"
+        )
 
     def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
         if not isinstance(tokens, Tensor) or not isinstance(targets, Tensor):

@@ -89,7 +89,10 @@ class Bytes:
 
 
 class Chars:
-    """A tokeniser whose ids are indices into `characters`, which is sorted and without repetitions."""
+    """A tokeniser whose ids are indices into `characters`, which is sorted and without repetitions.
+
+    `encode` raises ValueError for a text with other characters.
+    """
 
     def __init__(self, characters: str) -> None:
         self.characters = characters
@@ -101,10 +104,19 @@ class Chars:
 
     def encode(self, text: str) -> Iterator[Ids]:
         codes = np.frombuffer(self.characters.encode("utf-32-le"), "<u4")
-        table = np.zeros(0x110000, np.uint32)  # Unicode's code points, 4.4 MB
+        table = np.full(
+            0x110000, self.vocab, np.uint32
+        )  # Unicode's code points, 4.4 MB; no character has the id `vocab`
         table[codes] = np.arange(self.vocab)
         for start in range(0, len(text), SLICE):
-            yield table[np.frombuffer(text[start : start + SLICE].encode("utf-32-le"), "<u4")]
+            part = text[start : start + SLICE]
+            ids = table[np.frombuffer(part.encode("utf-32-le"), "<u4")]
+            if (ids == self.vocab).any():
+                some = "".join(sorted(set(part) - set(self.characters))[:10])
+                raise ValueError(
+                    f"the tokenizer knows {self.vocab} characters, and not {some!r} of this text: give another text"
+                )
+            yield ids
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.characters[i] for i in ids)
@@ -115,7 +127,7 @@ class Subwords:
 
     Long texts are cut about every CHUNK characters, before a single space or else after a single newline. A byte-level
     BPE gives the same tokens; a tokeniser that treats a string's start specially sees one at each cut. Raises
-    ValueError if `content` is not a tokenizer.json.
+    ValueError if `content` is not a tokenizer.json, or one of a BPE that drops the characters that it does not know.
     """
 
     def __init__(self, content: str, source: str = "tokenizer.json") -> None:
@@ -130,9 +142,17 @@ class Subwords:
         if getattr(self.tokenizer.model, "dropout", None):
             self.tokenizer.model.dropout = None
         self.content = content
-        self.vocab = 1 + max(self.tokenizer.get_vocab().values(), default=-1)  # ids may have gaps
+        vocab = self.tokenizer.get_vocab()
+        self.vocab = 1 + max(vocab.values(), default=-1)  # ids may have gaps
         if self.vocab == 0:
             raise ValueError(f"{source} has an empty vocabulary; give a tokenizer.json that has been trained")
+        model = self.tokenizer.model
+        whole = set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) <= vocab.keys()
+        if isinstance(model, tokenizers.models.BPE) and model.unk_token is None and not (model.byte_fallback or whole):
+            raise ValueError(
+                f"{source} is a BPE that drops characters silently: it has no unk_token, no byte_fallback and not all 256 "
+                "letters of a byte-level BPE; give a tokenizer.json that encodes every text"
+            )
 
     @property
     def state(self) -> str:

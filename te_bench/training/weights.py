@@ -10,7 +10,6 @@ Source: transformers, modeling_utils.py; safetensors' format.
 
 import contextlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from te_bench.models import cost, decoder
 from te_bench.models.configs import DecoderConfig
 from te_bench.models.decoder import Decoder
 from te_bench.training import layouts
+from te_bench.training.durable import replacing
 from te_bench.training.layouts import Layout, Piece, whole
 
 Pieces = Callable[[DecoderConfig, str], list[Piece]]  # the pieces of a parameter, by its name
@@ -265,16 +265,3 @@ def _read_shards(index: Path) -> list[str]:
     if not all(isinstance(name, str) and re.fullmatch(r"[\w.-]+\.safetensors", name) for name in names):
         raise ValueError(f"{index} names files that are not safetensors beside it")
     return names
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path` that replaces it if the block succeeds, and is deleted otherwise."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

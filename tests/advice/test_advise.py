@@ -323,6 +323,26 @@ def test_what_takes_too_much_memory_is_not_advised(tmp_path: Path) -> None:
     assert any(choice.fused for choice in evidence.excluded)
 
 
+def test_what_does_not_fit_is_not_said_to_be_slower_and_is_compared_with_nothing(tmp_path: Path) -> None:
+    """All but the user's step, and all but that and captured ones, take too much memory."""
+    limit = 5 * 2.0**30
+    asked = question()
+    have = asked.trial(asked.have).cell
+    machine = Machine(asked, gib=lambda trial: 4.0 if trial.cell == have else 12.0)
+    evidence = gathered(machine, memory=limit)
+    found = decided(machine, evidence, tmp_path, limit)
+    said = answer.terminal(evidence, found, [], "index.html")
+    assert found.keeps
+    assert "nothing that was measured and fits into --memory is faster; " in " ".join(said.split())
+    machine = Machine(question(), gib=lambda trial: 4.0 if trial.mode in ("eager", "cudagraph") else 12.0)
+    evidence = gathered(machine, memory=limit)
+    found = decided(machine, evidence, tmp_path / "fused", limit)
+    said = answer.terminal(evidence, found, [], "index.html")
+    assert found.use.mode == "cudagraph"
+    assert "Without FP8: torch.compile" not in said
+    assert found.over_best is None or found.over_best[0].mode == "eager"
+
+
 def grows(trial: Trial) -> float:
     """GiB of a step: 4, and one for each sequence at a time."""
     return 4.0 + trial.problem["batch"]

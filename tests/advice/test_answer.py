@@ -206,16 +206,16 @@ class Costly(Machine):
 def test_fp8_that_does_not_pay_says_from_which_width_on_it_would(answered: Answered, tmp_path: Path) -> None:
     evidence, found = answered
     assert found.use.recipe
-    assert fp8_in_words(evidence, found.use) == ""
+    assert fp8_in_words(evidence, found.use, evidence.steps) == ""
     machine = Costly(question())
     evidence = gathered(machine)
     use = decided(machine, evidence, tmp_path).use
-    said = fp8_in_words(evidence, use)
+    said = fp8_in_words(evidence, use, evidence.steps)
     assert any(choice.recipe for choice in evidence.steps)
     assert said.startswith("No FP8 step that was measured is faster: the best takes ")
     assert "times this width on" in said
     on_cpu = dataclasses.replace(evidence, question=question("tiny", "cpu"))
-    assert "emulates" in fp8_in_words(on_cpu, use)
+    assert "emulates" in fp8_in_words(on_cpu, use, on_cpu.steps)
 
 
 def test_of_fp8_that_was_not_measured_the_prediction_is_told_with_its_bound(tmp_path: Path) -> None:
@@ -226,22 +226,23 @@ def test_of_fp8_that_was_not_measured_the_prediction_is_told_with_its_bound(tmp_
     waiting = tuple(evidence.predictions[fused(recipe)] for recipe in (candidates.DELAYED,))
     unmeasured = dataclasses.replace(evidence, steps=steps, waiting=waiting)
     use = min(steps, key=lambda choice: typical(steps[choice]))
-    said = fp8_in_words(unmeasured, use)
+    said = fp8_in_words(unmeasured, use, unmeasured.steps)
     wanted = f"No FP8 step was measured: the best is predicted to take {between(waiting[0])} ms, "
     assert said.startswith(wanted)
     assert "its Linears alone take" in said
     assert "--budget" not in said
     tight = dataclasses.replace(unmeasured, left_out=(VERIFICATION,), waiting=(), whole_s=120.0)
-    assert "no FP8 step was measured or predicted" in fp8_in_words(tight, use)
+    assert "no FP8 step was measured or predicted" in fp8_in_words(tight, use, tight.steps)
     slower = dataclasses.replace(waiting[0], seconds=2 * typical(steps[use]))
     tight = dataclasses.replace(tight, waiting=(slower,))
-    assert "; --budget 3min measures it; " in fp8_in_words(tight, use)
+    assert "; --budget 3min measures it; " in fp8_in_words(tight, use, tight.steps)
 
 
 def test_convergence_of_bf16_needs_no_proof_and_of_fp8_names_the_command() -> None:
     asked = question()
-    assert "nothing changes" in convergence.in_words(asked, dataclasses.replace(fused(), fused=False), 0.02)
-    assert "no whole training compared" in convergence.in_words(asked, fused(), 0.02)
+    assert "nothing changes" in convergence.in_words(asked, dataclasses.replace(fused(), fused=False, head=None), 0.02)
+    for others in (fused(), Choice(attention="own", rival="liger"), Choice(attention="gluon")):
+        assert "no whole training compared" in convergence.in_words(asked, others, 0.02)
     said = convergence.in_words(asked, fused("delayed_scaling"), 0.02)
     assert "INCONCLUSIVE" in said
     assert (

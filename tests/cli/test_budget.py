@@ -818,7 +818,7 @@ def test_a_design_that_cannot_conclude_is_refused_with_what_it_would_take(comman
     ("arguments", "message"),
     [
         (["--as-pilot", "--seeds", 1], "--seeds 1: so short a pilot leaves 1 of the 6 degrees of freedom that a"),
-        (["--alpha", "1e-9"], "a pool's test of 7 recipes knows no critical values below 0.0007; give that or more"),
+        (["--alpha", "1e-5"], "a pool's test of 7 recipes knows no critical values below 0.0007; give that or more"),
     ],
 )
 def test_a_plan_that_can_tell_nothing_at_all_is_refused(command, monkeypatch, arguments, message):

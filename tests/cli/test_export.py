@@ -32,6 +32,18 @@ def test_export_and_import_give_the_journal_back(command: Command, run: Path, tm
     assert what in again.out
 
 
+def test_a_second_measurement_of_a_commit_is_not_called_there_already(command: Command, tmp_path: Path) -> None:
+    value = {"benchmarks": [{"fullname": "a", "stats": {"data": [0.1]}}], "datetime": "2026-01-01", "machine_info": {}}
+    (tmp_path / "x.json").write_text(json.dumps(value))
+    command("import", tmp_path / "x.json", "--out", tmp_path / "r")
+    value |= {"datetime": "2026-01-02", "benchmarks": [{"fullname": "a", "stats": {"data": [0.2]}}]}
+    (tmp_path / "x.json").write_text(json.dumps(value))
+    again = command("import", tmp_path / "x.json", "--out", tmp_path / "r")
+    assert again.out.splitlines()[0] == f"0 records added to {tmp_path / 'r'}"
+    assert again.err == "1 other measurement of these was not taken: import it into another --out\n"
+    assert command("import", tmp_path / "x.json", "--out", tmp_path / "other").err == ""
+
+
 def test_export_says_what_it_leaves_out(command: Command, run: Path, tmp_path: Path) -> None:
     newer = journals.environment("env-newer", code="newer")
     journals.write(run, [journals.step_record(journals.trial(), 9.0, where="env-newer")], body=newer)
@@ -81,7 +93,7 @@ def test_what_cannot_be_done_is_exit_2(command: Command, run: Path, arguments: t
 def test_history_prints_a_table_and_writes_a_page_where_asked(command: Command, run: Path, tmp_path: Path) -> None:
     done = command("history", run, "--only", "*/flash/*")
     assert done.code == 0
-    assert done.out.startswith("No change of level in 4 series.\n")
+    assert done.out.startswith("None of 4 series has the 6 points that a search takes.\n")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]  # nothing is written unasked
     done = command("history", run, "--out", tmp_path / "page")
     assert done.out.endswith(f"history: {tmp_path / 'page' / 'history.html'}\n")

@@ -162,11 +162,19 @@ def test_a_command_that_breaks_is_one_sentence(gate: Callable[..., Any], commit:
         "sh job.sh": "ended with exit code 3: the input is gone",
         "no-such-program 1": "cannot be started: no-such-program: No such file or directory",
         "true {json}": "wrote nothing to {json}",
+        "true a\\u0000b": "cannot be started: embedded null byte",
     }
     for words, why in in_both.items():
         done = gate("HEAD", f'[bench.job]\ncommand = "{words}"')
         assert (done.code, done.out) == (2, "")
         assert done.err.endswith(f"te-bench: te-bench.toml: bench.job: in both revisions the command {why}\n")
+
+
+def test_a_command_whose_output_has_no_place_is_one_sentence(gate: Callable[..., Any], commit: Files) -> None:
+    commit({})
+    done = gate("HEAD", """setup = ["sh -c 'rm {root}.output; mkdir {root}.output'"]\n[bench.job]\ncommand = "true\"""")
+    said = "in both revisions the command cannot be started: .*/head.output: Is a directory\n"
+    assert (done.code, bool(re.search(said, done.err))) == (2, True), done
 
 
 def test_the_change_that_adds_the_first_benchmark_is_told_what_to_do(gate, commit, tmp_path):
@@ -271,11 +279,33 @@ def test_of_a_pytest_that_fails_a_test_and_its_error_are_told(gate, commit, body
     assert said in done.err
 
 
-def test_a_run_that_hangs_is_stopped_with_all_that_it_started(gate, commit, repository):
-    commit({"job.sh": "setsid sleep 1234.5 & wait"})
+def test_a_run_that_hangs_is_stopped_with_all_that_it_started_and_its_last_line_is_told(gate, commit, tmp_path):
+    commit({"job.sh": "echo looking; echo waiting for a lock; setsid sleep 1234.5 & wait"})
     done = gate("HEAD", 'timeout = 0.3\n[bench.job]\ncommand = "sh job.sh"')
-    assert (done.code, "in both revisions the command stopped after 0.3 s (timeout)" in done.err) == (2, True), done
+    said = "in both revisions the command stopped after 0.3 s (timeout): waiting for a lock"
+    assert (done.code, said in done.err) == (2, True), done
+    assert "looking" in (tmp_path / "out" / "trials.log").read_text()
     assert not [one for one in psutil.process_iter(["cmdline"]) if "1234.5" in (one.info["cmdline"] or [])]
+
+
+def test_1_a_regression_stands_if_what_runs_the_commands_is_killed(gate, commit, tmp_path):
+    journal = tmp_path / "out" / "head" / "journal.jsonl"
+    kill = f"""
+        if [ $(grep -c '"kind":"record"' {journal}) -ge 9 ]; then
+            runner=$PPID
+            for i in 1 2; do runner=$(cut -d' ' -f4 /proc/$runner/stat); done
+            kill -9 $runner
+            sleep 60
+        fi
+    """
+    base = commit({"slow.sh": SCRIPT.format(seconds=0.02), "same.sh": SCRIPT.format(seconds=0.02)})
+    commit({"slow.sh": SCRIPT.format(seconds=0.1), "same.sh": f"{kill}\n{SCRIPT.format(seconds=0.02)}"})
+    done = gate(base, '[bench.slow]\ncommand = "sh slow.sh"\n[bench.same]\ncommand = "sh same.sh"', "--margin", "0.1%")
+    said = " ".join(done.out.split())
+    assert (done.code, "1 REGRESSION" in said) == (1, True), done
+    assert "the process that runs commands ended by SIGKILL" in said
+    assert "may say why" not in said  # the log is empty
+    assert not (tmp_path / "out" / "gate.json").exists()
 
 
 ONE = '[bench.a]\ncommand = "true"\n'
@@ -300,6 +330,10 @@ ONE = '[bench.a]\ncommand = "true"\n'
         (f"setup = [1]\n{ONE}", "setup[0]: 1; give a command as a string"),
         (f'directory = "../x"\n{ONE}', "directory: '../x'; give a folder of the repository, relative to its root"),
         (f"env = {{ A = 1 }}\n{ONE}", "env.A: 1; give a string"),
+        (f'env = {{ A = "a\\u0000b" }}\n{ONE}', "env.A: 'a\\x00b'; give a string without NUL"),
+        (f'env = {{ "A=B" = "x" }}\n{ONE}', "env: 'A=B'; give the variable a name that is not empty and holds no = "),
+        (f'env = {{ "" = "x" }}\n{ONE}', "env: ''; give the variable a name"),
+        (f'env = {{ "A\\u0000" = "x" }}\n{ONE}', "env: 'A\\x00'; give the variable a name"),
         (
             '[bench.a]\ncommand = "a && b"\n',
             "bench.a.command: 'a && b'; give the command without &&, with && in quotes, or as sh -c '...', because no "

@@ -125,6 +125,13 @@ def test_what_trials_started_ends_with_them(gate: Callable[..., Any], repository
         assert eventually(lambda: not psutil.pid_exists(pid), 5)  # noqa: B023
 
 
+def test_the_temporary_folder_may_be_a_link(gate, repository, temporary, tmp_path, monkeypatch):
+    (tmp_path / "link").symlink_to(temporary)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "link"))
+    done = gate(repository.commit({"a": FAST}), "--budget", "0.06s")
+    assert (done.code, "1 pair:" in done.out) == (3, True), done
+
+
 def test_a_trial_of_another_question_is_not_gone_on_with(gate, repository, tmp_path, monkeypatch):
     base = repository.commit({"a": FAST})
     out = tmp_path / "out"

@@ -27,15 +27,27 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def test_paths_are_whole_for_revisions_work_in_folders_of_their_own(command, asked, tmp_path):
-    data = ("--data", "text:a.txt", "--data", "gpt2=text:/b.txt", "--data", "tiny=stdlib")
+def test_paths_are_whole_for_revisions_work_in_folders_of_their_own(command, asked, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "rows").mkdir()
+    given = {
+        "": ("text:a.txt", f"text:{tmp_path}/a.txt"),
+        "gpt2": ("text:/b.txt", "text:/b.txt"),
+        "home": ("text:~/c.txt", f"text:{tmp_path}/home/c.txt"),
+        "nobody": ("text:~no-such-user/d.txt", f"text:{tmp_path}/~no-such-user/d.txt"),
+        "tiny": ("stdlib", "stdlib"),
+        "folder": ("hf:rows", f"hf:{tmp_path}/rows"),
+        "column": ("hf-stream:./rows:plain:text", f"hf-stream:{tmp_path}/rows:plain:text"),
+        "hub": ("hf:wikitext:wikitext-2-raw-v1", "hf:wikitext:wikitext-2-raw-v1"),
+    }
+    data = [word for model, (spec, _) in given.items() for word in ("--data", f"{model}={spec}" if model else spec)]
     with pytest.raises(Asked):
         command("gate", "--base", "main", "--device", "cpu", "--cache", "tokens", *data)
     question, out, _ = asked
     assert out == tmp_path / "runs" / "gate"
     assert question.cache == tmp_path / "tokens"
     assert question.options["cache"] == str(tmp_path / "tokens")
-    assert question.options["data"] == {"": f"text:{tmp_path}/a.txt", "gpt2": "text:/b.txt", "tiny": "stdlib"}
+    assert question.options["data"] == {model: whole for model, (_, whole) in given.items()}
 
 
 @pytest.mark.parametrize("slower", ["1%,1%", "10%,5%,10.0 %"])

@@ -67,6 +67,33 @@ def test_a_process_that_was_killed_is_replaced_with_the_next_round(gate, reposit
     assert [found[name, "ok"] for name in "ab"] == [4, 4]
 
 
+def test_1_a_regression_stands_if_a_later_round_cannot_be_run_and_the_next_call_goes_on(
+    gate, repository, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(revisions, "LOOKS", (5, 7))
+    judge_as(monkeypatch, {"a": 1.02, "b": 1.5})
+    rounds, out = tmp_path / "rounds", tmp_path / "out"
+    dies = (
+        f"import os, signal\nwith open({str(rounds)!r}, 'a') as file:\n    file.write('.')\n    file.flush()\n"
+        "    if file.tell() == 7:\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    base = repository.commit({"a": FAST, "b": FAST})
+    repository.commit({"a": FAST, "b": FAST}, experiments__trial=dies + FILES["experiments/trial.py"])
+    done = gate(base, margin="2%")
+    said = " ".join(done.out.split())
+    assert (done.code, "1 REGRESSION" in said) == (1, True), done
+    assert "head: its process ended by SIGKILL while it was asked" in said
+    assert "the same command goes on" in said
+    assert not (out / "gate.json").exists()
+    first, looks = load(out / "head").records, json.loads((out / "question.json").read_text())["looks"]
+    assert (looks, len(first)) == ([5, 7], 9)
+    assert gate(base, margin="2%").code == 1
+    trials = json.loads((out / "gate.json").read_text())["trials"]
+    assert [(trial["verdict"], trial["pairs"]) for trial in trials] == [("INCONCLUSIVE", 7), ("REGRESSION", 5)]
+    now = load(out / "head").records
+    assert all(now[key].started_at == record.started_at for key, record in first.items())
+
+
 def test_the_two_take_turns_and_another_begins_each_round(gate, repository, tmp_path):
     notes = tmp_path / "notes"
     base = repository.commit({"a": FAST}, notes=notes)

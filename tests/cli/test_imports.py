@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import journals
 import pytest
 from driving import te_bench
 
@@ -149,9 +150,7 @@ def test_planning_never_imports_torch(poisoned: dict[str, str], tmp_path: Path) 
 
 
 def test_reporting_and_listing_never_import_torch(poisoned: dict[str, str], tmp_path: Path) -> None:
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
-    code += f"import journals; from pathlib import Path; journals.everything(Path({str(tmp_path / 'run')!r}))"
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, **poisoned})
+    journals.everything(tmp_path / "run")
     called([*(["list", kind] for kind in look.KINDS), ["report", str(tmp_path / "run")]], poisoned)
     assert list((tmp_path / "run").rglob("index.html"))
 
@@ -171,6 +170,12 @@ print([name for name in ("scipy.optimize", "scipy.stats", "torch") if name in sy
 
 def test_a_report_prepares_nothing_that_only_some_reports_show() -> None:
     assert subprocess.check_output([sys.executable, "-c", REPORTING], text=True) == "[]\n"
+
+
+def test_a_sentence_at_a_run_s_end_imports_no_figures() -> None:
+    code = "import sys, te_bench.gate.question; from te_bench.cli.options import say; say('2 of 2 trials ok')"
+    code += "; print([name for name in ('matplotlib', 'scipy') if name in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "2 of 2 trials ok\n[]\n"
 
 
 def test_a_trial_imports_no_scipy() -> None:

@@ -278,7 +278,9 @@ def test_a_plan_says_how_long_its_trials_took_before(command: Command, tmp_path:
     one_cell = [one for one in planned if one.cell == planned[0].cell]
     assert len(one_cell) == 2 < len(planned)
     said = " ".join(command(*asked, "--seeds", 2).out.split())
-    assert "time: about 3 min for 2 of them, the others being new, one at a time, as long as they took in run" in said
+    assert (
+        "time: about 3 min for 2 of them, the others having no time, one at a time, as long as they took in run" in said
+    )
     journals.write(tmp_path / "run", [replace(journals.record(one), wall_s=10.0) for one in planned[1:]])
     said = " ".join(command(*asked, "--seeds", 2).out.split())
     seconds = sum(statistics.median([70, 10]) if one in one_cell else 10 for one in planned)
@@ -327,3 +329,8 @@ def test_a_verdict_s_runs_go_on_on_a_host_with_other_cores_and_times_do_not(comm
     assert [machine["details"]["cores"] for machine in (once, again)] == [16, 32]
     assert len(load(tmp_path / "convergence").environments) == 1
     assert here["id"] != elsewhere["id"]
+
+
+def test_the_command_that_goes_on_does_not_set_aside_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["te-bench", "run", "speed", "--fresh", "--within", "20min", "--out", "a b"])
+    assert options.again() == "te-bench run speed --within 20min --out 'a b'"

@@ -48,7 +48,7 @@ def test_a_run_says_where_its_seeds_are_too_few_for_a_gate(command, tmp_path, se
     ]
     out = journals.write(tmp_path / "out", records, suite="fp8", body=here)
     done = command("run", "fp8", "--device", "cpu", "--seeds", seeds, "--out", out)
-    told = f"te-bench gate --baseline {out}, {said} too few: a gate needs 5, better 8. The same command with --seeds 8 adds"
+    told = f"te-bench gate --baseline {out}, {said} too few: a gate needs 5, better 8. This command with --seeds 8 adds"
     assert (done.code, "".join(told.split()) in "".join(done.out.split())) == (0, said is not None)  # wrapped anywhere
     assert ("too few" in " ".join(done.out.split())) == (said is not None)
 

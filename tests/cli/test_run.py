@@ -1,9 +1,11 @@
 """Real runs from plan to report."""
 
+import dataclasses
 import json
 import re
 import shutil
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,7 @@ def test_a_real_run_from_plan_to_report_and_the_rerun_that_does_nothing(tmp_path
     said = " ".join(done.stdout.split())
     assert "by te-bench gate --baseline" in said
     assert (
-        "1 seed a trial is too few: a gate needs 5, better 8. The same command with --seeds 8 adds the missing ones."
+        "1 seed a trial is too few: a gate needs 5, better 8. This command with --seeds 8 adds the missing ones."
         in said
     )
 
@@ -117,13 +119,29 @@ def test_a_run_of_which_nothing_is_supported_measured_nothing(
         for number, trial in enumerate(trials):
             ok = journals.step_record(trial, 10.0, where=environment_id)
             refused = journals.record(trial, environment_id, "unsupported", reason="no FP8 here")
-            store.add(ok if number < supported else refused)
+            if (trial.id, environment_id) not in store.journal.records:
+                started = datetime.now(UTC).isoformat()
+                store.add(dataclasses.replace(ok if number < supported else refused, started_at=started))
         return []
 
     monkeypatch.setattr(runner, "run", run)
     asked = ("run", "quick", "--device", "cpu", "--seeds", "1", "--only", "train_step/*", "--out", tmp_path / "run")
-    for _ in range(2):  # the second time of what is on record
+    for repeated in (False, True):  # the second time of what is on record
         done = command(*asked)
+        assert ("on record from an earlier command: --retry repeats" in " ".join(done.out.split())) is repeated
         assert done.code == code, done.out + done.err
         assert ("Nothing was measured: no trial of this command is supported here." in done.out) is (supported == 0)
         assert "unsupported: train_step/" in done.out
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_folder_for_models_is_written_to_before_the_first_trial(
+    command: Command, started: list, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    asked = ("run", "quick", "--device", "cpu", "--seeds", "1", "--only", "train_step/*", "--out", tmp_path / "run")
+    refused = command(*asked, "--checkpoints", tmp_path / "file" / "kept")
+    assert (refused.code, started) == (2, [])
+    assert "/file/kept: Not a directory; give a folder that te-bench can write to" in " ".join(refused.err.split())
+    command(*asked, "--checkpoints", tmp_path / "new" / "kept")
+    assert (list((tmp_path / "new").rglob("*")), len(started)) == ([tmp_path / "new" / "kept"], 1)

@@ -162,6 +162,24 @@ def test_what_was_left_out_takes_a_reason(command: Command, results: Path, write
     assert said == {"suite": "fp8", "options": ASKED, "known": {"missing": 'only the "first" 😀'}}
 
 
+def test_a_run_in_which_nothing_worked_is_refused_and_what_crashed_takes_a_reason(
+    command: Command, results: Path, write: Write, suite: Experiment
+) -> None:
+    one = dataclasses.replace(suite, trials=suite.trials[:1], asked=(*suite.asked, "--only", "*x*"))
+    nothing = command("submit", write("nothing", one, outcome="crashed"), "--missing", "no compiler")
+    assert (nothing.code, nothing.err) == (4, "None of 1 trials ended ok: there is nothing to publish.\n")
+    for outcome in ("crashed", "timeout"):
+        run = write(outcome, outcome=outcome)
+        refused = command("submit", run)
+        n, first = len(suite.trials), suite.trials[0].name
+        said = f"1 of {n} trials crashed or ran out of time, {first} first: run them again, or give the reason"
+        assert (refused.code, refused.err) == (4, f"{said} with --missing.\n")
+    assert command("submit", run, "--missing", "a limit of 900 s").code == 0
+    assert tomllib.loads((results / "published.toml").read_text())["h200/timeout"]["known"] == {
+        "missing": "a limit of 900 s"
+    }
+
+
 @pytest.mark.parametrize("asked", [("--batch",), ("--batch", "abc"), ("--only",)])
 def test_a_plan_that_nobody_asked_for_so_is_one_sentence_and_advice_is_refused(command, results, write, suite, asked):
     done = command("submit", write("odd", dataclasses.replace(suite, asked=asked)))

@@ -196,7 +196,7 @@ def test_what_certainty_costs_is_said_without_contradiction(judged) -> None:
     a, b = ("\n".join(f"{x + on * gap:.4f}" for x, gap in zip(BF16, gaps, strict=True)) + "\n" for on in (0, 1))
     said = flat(judged(a, b, "--paired", margin=0.0033).out)
     assert said.startswith("EQUIVALENT")
-    assert "A verdict stands with 6 pairs. A study planned anew would take 8 to reach one in 80 % of cases." in said
+    assert "A verdict stands with 6 pairs. Planned anew, a study would take 8 to reach one in 80 % of cases" in said
     assert "takes 8" not in said
     few = flat(judged("3.28\n3.281\n", "3.29\n3.292\n", margin=0.03).out)
     assert "The margin 0.03 takes 3 to 11 runs a side" in few

@@ -44,7 +44,7 @@ def test_a_folder_a_side_ends_in_a_verdict(kind, two, command):
     assert "Needed for 80 % power 3 pairs To show what the measured gap is 3 pairs Judged" in said
     assert "Judged: the last validation loss" in said
     assert "(0.035 %) above" in said
-    assert "A verdict stands with 4 pairs. A study planned anew would take 3 to reach one in 80 % of cases." in said
+    assert "A verdict stands with 4 pairs. Planned anew, a study would take 3 to reach one in 80 % of cases" in said
     assert "the margin 0.003 takes" not in said
 
 

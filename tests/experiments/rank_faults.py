@@ -80,6 +80,13 @@ def not_a_number(trial: Trial, context: Context) -> dict[str, Any]:
     return child.run_one(trial, context)
 
 
+def throttled(trial: Trial, context: Context) -> dict[str, Any]:
+    """The reply of ranks whose GPUs are slowed down for different reasons."""
+    rank = dist.get_rank()
+    state = {"uuid": f"GPU-{rank}", "throttle_reasons": (1, 32)[rank], "lowest_sm_clock_hz": (1.98e9, 1.2e9)[rank]}
+    return {"outcome": "ok", "samples": {}, "device_state": state}
+
+
 def killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -268,6 +275,7 @@ def replies() -> dict[str, Any]:
     for call in calls.values():
         call.start()
     compute = {fault.__name__: of_ranks(of_rank_1(fault)) for fault in (killed, fail)}
+    compute |= {throttled.__name__: of_ranks(throttled)}
     compute |= {f"other experts, {since=}": of_ranks(in_a_trial(other_experts(since))) for since in (0, 1)}
     compute |= {
         f"other {what}, {mode=}": of_ranks(in_a_trial(other_batches(mode, what)))

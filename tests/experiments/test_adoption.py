@@ -1,12 +1,12 @@
 """What of each suite a user's model gets, and what is said to be left out."""
 
 import dataclasses
+import itertools
 import sys
 from pathlib import Path
 
 import pytest
 
-from te_bench.experiments import adoption
 from te_bench.experiments.plan import resolve
 from te_bench.experiments.problems import StepProblem
 from te_bench.experiments.spec import Experiment, Options, Trial
@@ -25,6 +25,8 @@ FACTS = sources.Facts(
     blocks="model.h",
 )
 
+NUMBERS = itertools.count()
+
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -34,10 +36,9 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def facts(monkeypatch: pytest.MonkeyPatch, **more: object) -> str:
-    """A model of which planning finds out these facts."""
+    """A model of which planning finds out these facts; another name each time, as they are found out once."""
     monkeypatch.setattr(sources, "ask", lambda source, tokens: dataclasses.replace(FACTS, **more))
-    adoption._known.cache_clear()
-    return "planned:make"
+    return f"planned:make{next(NUMBERS)}"
 
 
 def planned(suite: str, model: str, device: str = "cuda", **more: object) -> Experiment:
@@ -195,13 +196,25 @@ def test_the_same_trial_whatever_else_is_said(model: str) -> None:
         ),
         ("convergence", {"tokens": 4096, "preset": "cpu"}, {}, "the length of your model's sequences"),
         ("quick", {}, {}, "--model: the suite quick chooses its models itself; leave it out"),
-        ("layer", {}, {}, "--model planned:make: the suite layer knows only te-bench's own layers; give llama3-1b"),
-        ("pieces", {}, {}, "--model planned:make: the suite pieces knows only te-bench's own layers; give gpt2"),
+        (
+            "layer",
+            {},
+            {},
+            "--model planned:make[0-9]+: the suite layer knows only te-bench's own layers; give llama3-1b",
+        ),
+        ("pieces", {}, {}, "--model planned:make[0-9]+: the suite pieces knows only te-bench's own layers; give gpt2"),
     ],
 )
 def test_what_a_model_cannot_do_is_refused_in_a_sentence(suite, more, about, sentence, model, monkeypatch):
     with pytest.raises(ValueError, match=sentence):
         planned(suite, facts(monkeypatch, **about), **more)
+
+
+@pytest.mark.parametrize("suite", ["curves", "convergence", "stress"])
+@pytest.mark.parametrize(("about", "length"), [({"block": 32}, 32), ({"sequence": 17}, 17)])
+def test_a_training_has_sequences_that_the_model_supports(suite, about, length, model, monkeypatch):
+    trials = planned(suite, facts(monkeypatch, **about), "cpu").trials
+    assert {trial.problem["block"] for trial in trials if trial.workload == "training"} == {length}
 
 
 def test_options_of_a_model_go_with_one() -> None:
@@ -219,7 +232,7 @@ def test_a_vocabulary_that_holds_no_byte_is_refused_by_what_trains_on_text(suite
     text = tmp_path / "book.txt"
     text.write_text("to be or not to be, that is the question\n" * 2000)
     own = {"data": {"": f"text:{text}"}, "cache": tmp_path / "cache", "tokens": 64 if suite == "curves" else None}
-    said = "planned:make: its vocabulary has 64 tokens, and the text in 'bytes' has 256"
+    said = "planned:make[0-9]+: its vocabulary has 64 tokens, and the text in 'bytes' has 256"
     with pytest.raises(ValueError, match=said):
         planned(suite, facts(monkeypatch, vocab=64), "cpu", **own)
     assert planned(suite, facts(monkeypatch, vocab=256), "cpu", **own).trials

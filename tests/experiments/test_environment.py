@@ -1,6 +1,7 @@
 """What is part of the environment's id and what is only recorded; nothing here needs a GPU or torch."""
 
 import dataclasses
+import importlib.metadata
 import json
 import os
 import re
@@ -13,9 +14,11 @@ import pynvml
 import pytest
 import torch
 
-from te_bench.experiments import environment, host
+from te_bench.cli.options import find_gpus
+from te_bench.experiments import doctor, environment, host
 from te_bench.experiments.spec import digest
 from te_bench.kernels import measured
+from te_bench.reports.analysis.rows import differences
 
 
 def test_the_id_is_the_hash_of_the_identity_and_of_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +44,9 @@ def test_another_gpu_of_the_same_make_is_the_same_environment() -> None:
     def identity(device: str, **changes: Any) -> str:
         return str(environment.capture(device, [gpu(**changes)])["id"])
 
-    assert identity("cuda") == identity("cuda", uuid="GPU-2", power_limit_w=600.0)
+    assert identity("cuda") == identity("cuda", uuid="GPU-2")
+    assert identity("cuda") != identity("cuda", power_limit_w=600.0)
+    assert identity("cuda") != identity("cuda", max_sm_clock_hz=1.755e9)
     assert identity("cuda") != identity("cuda", name="NVIDIA H100")
     assert identity("cuda") != identity("cuda", driver="590.1")
     assert identity("cuda") != identity("cpu")
@@ -55,14 +60,50 @@ def test_losses_of_a_gpu_know_nothing_of_its_host(monkeypatch: pytest.MonkeyPatc
 
     one = capture(16)
     assert one["id"] == capture(32)["id"] == capture(16, "580.2")["id"] == digest(one["identity"])
+    assert one["id"] == capture(16, power_limit_w=600.0, max_sm_clock_hz=1.755e9)["id"]
     assert (one["details"]["cores"], one["details"]["driver"]) == (16, "580.1")  # recorded
     assert one["id"] != capture(16, name="NVIDIA H100")["id"]
     assert capture(16, device="cpu")["id"] != capture(32, device="cpu")["id"]  # there the host computes
     monkeypatch.setattr(environment, "code_hash", lambda: "other")
     assert one["id"] != capture(16)["id"]
-    here = {"cpu": measured.machine_name("cpu"), "cores": 16}
-    assert environment.of_times(one) == here | {"driver": "580.1"}
-    assert environment.of_times(capture(16, device="cpu")) == here | {"driver": None}
+    here = {"cpu": measured.machine_name("cpu"), "cores": 16, "max_sm_clock_hz": None}
+    assert environment.of_times(one) == here | {"driver": "580.1", "power_limit_w": 700.0}
+    assert environment.of_times(capture(16, device="cpu")) == here | {"driver": None, "power_limit_w": None}
+
+
+@pytest.mark.parametrize("losses", [False, True])
+@pytest.mark.parametrize("package", ["transformer_engine", "torchao", "liger-kernel", "flash-attn-4"])
+def test_another_version_of_a_package_with_kernels_is_another_environment(monkeypatch, package, losses):
+    usual = importlib.metadata.version
+
+    def capture(version: str) -> dict[str, Any]:
+        monkeypatch.setattr(importlib.metadata, "version", lambda of: version if of == package else usual(of))
+        assert environment.capture("cpu")["identity"]["kernels"] is None
+        return environment.capture("cuda", [gpu()], losses=losses)
+
+    old, new = capture("2.8"), capture("2.9")
+    assert old["id"] != new["id"]
+    assert new["details"]["packages"][package] == "2.9"
+    [differs] = differences(old["identity"], new["identity"])
+    assert f"{package} 2.8" in differs.partition(" -> ")[0]
+
+
+@pytest.mark.parametrize(
+    "variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "NVTE_FLASH_ATTN", "NVIDIA_TF32_OVERRIDE"]
+)
+def test_a_variable_that_changes_kernels_or_memory_is_part_of_the_environment(monkeypatch, variable):
+    for name in [name for name in os.environ if name.startswith(("NVTE_", "PYTORCH_", "NVIDIA_TF32_"))]:
+        monkeypatch.delenv(name)
+    usual = environment.capture("cuda", [gpu()])
+    assert usual["identity"]["variables"] is None
+    monkeypatch.setenv(variable, "0")
+    found = environment.capture("cuda", [gpu()])
+    assert (found["id"] != usual["id"], found["identity"]["variables"]) == (True, f"{variable}=0")
+
+
+def test_gpus_of_different_power_limits_are_not_those_of_one() -> None:
+    both = environment.capture("cuda", [gpu(), gpu(index=1, uuid="GPU-2", power_limit_w=600.0)])
+    assert both["identity"]["power_limit_w"] == "600 and 700"
 
 
 def test_the_environment_is_that_of_the_gpus_that_were_chosen_which_are_of_one_model() -> None:
@@ -100,6 +141,18 @@ def test_the_default_is_the_gpu_where_torch_can_use_it(monkeypatch, gpus, versio
     monkeypatch.setattr(environment, "_torch_build", lambda: {"version": version, "cuda": cuda})
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert environment.default_device() == device
+
+
+def test_a_slice_of_a_gpu_is_refused_and_not_taken_for_a_machine_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "nvidia_gpus", lambda: [{**gpu(), "memory_bytes": 2**37}])
+    monkeypatch.setattr(environment, "no_cuda", lambda: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1")
+    said = "CUDA_VISIBLE_DEVICES=MIG-1: MIG slices are not supported; name whole GPUs, or give --device cpu"
+    with pytest.raises(ValueError, match=said):
+        environment.default_device()
+    with pytest.raises(ValueError, match=said):
+        find_gpus("cuda", None)
+    assert doctor.examine()["machine"]["gpu use"] == said
 
 
 @pytest.mark.parametrize("setting", ["1", " 3 ", "0", "-2", "4,2", "many", "", None])

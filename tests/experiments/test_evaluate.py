@@ -170,7 +170,7 @@ def test_passages_alone_calibrate_too(tmp_path: Path, corpus: Corpus, passages: 
     arm = evaluate(tmp_path / "mine.pt", passages=passages, attention="manual", recipe="delayed_scaling").arms[1]
     assert arm.perplexity is None
     assert arm.last_word is not None
-    assert arm.scales == f"scales calibrated on {len(chr(10).join(PASSAGES)) // 16 * 16} tokens"
+    assert arm.scales == f"scales calibrated on {sum(map(len, PASSAGES)) // 16 * 16} tokens"
 
 
 # What is shown.
@@ -238,6 +238,14 @@ def test_characters_that_the_model_does_not_know_are_named(tmp_path: Path, text:
         evaluate(tmp_path / "mine.pt", f"text:{tmp_path / 'other.txt'}", attention="manual", split="all")
     with pytest.raises(ValueError, match="not 'é' of this text"):
         evaluate(tmp_path / "mine.pt", passages=tmp_path / "p.jsonl", attention="manual")
+
+
+def test_passages_calibrate_a_model_that_knows_no_newline(tmp_path: Path, passages: Path) -> None:
+    (tmp_path / "text.txt").write_text(" ".join(PASSAGES) * 40)
+    corpus = corpora.prepare(f"text:{tmp_path / 'text.txt'}", "chars", cache=tmp_path / "cache")
+    checkpoints.save(a_model(vocab=corpus.vocab), tmp_path / "mine.pt", corpus=corpus)
+    arm = evaluate(tmp_path / "mine.pt", passages=passages, attention="manual", recipe="delayed_scaling").arms[1]
+    assert arm.scales == f"scales calibrated on {sum(map(len, PASSAGES)) // 16 * 16} tokens"
 
 
 def test_a_hugging_face_folder_brings_its_tokenizer(tmp_path: Path, text: str) -> None:

@@ -4,6 +4,8 @@ import os
 import resource
 import shutil
 import signal
+import socket
+import sys
 import tempfile
 import time
 import uuid
@@ -13,12 +15,15 @@ from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
+import journals
 import psutil
 import pytest
 from driving import MARK, PLANTED, Run, eventually, rows, running, te_bench
 
 from te_bench.experiments import environment, on_ray, ray_host
+from te_bench.experiments.measurement import Context
 
 ON_RAY = {"PYTHONPATH": os.pathsep.join([str(PLANTED.parent / "on_ray"), os.environ["PYTHONPATH"]])}
 PLAIN = {"PYTHONPATH": os.environ["PYTHONPATH"]}  # which the cluster's fixture puts stand-ins before
@@ -77,11 +82,47 @@ def test_a_cluster_that_does_not_answer_is_said_at_once(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr.split(". ")[0]) == (2, said)
 
 
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MagicMock:
+    """A Ray that connects to any address, on a host where no cluster was started."""
+    stand_in = MagicMock()
+    stand_in.cluster_resources.return_value = {"GPU": 2}
+    monkeypatch.setitem(sys.modules, "ray", stand_in)
+    for name in (*on_ray.SETTINGS, on_ray.OWN, "RAY_AUTH_TOKEN"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    return stand_in
+
+
+def test_ray_s_auto_is_the_same_as_no_address(ray: MagicMock) -> None:
+    with on_ray.connected("auto") as gpus:
+        assert (gpus, ray.init.call_args.kwargs["address"]) == (2, "local")
+
+
+def test_an_address_of_ipv6_is_one(ray: MagicMock) -> None:
+    try:
+        server = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with server, on_ray.connected(f"[::1]:{server.getsockname()[1]}"):
+        assert ray.init.call_args.kwargs["address"].startswith("[::1]:")
+
+
+def test_an_address_of_ray_s_client_is_told_from_the_head_s(ray: MagicMock) -> None:
+    said = pytest.raises(ValueError, match="ray://head:10001 is for Ray's client; give the head by --ray-address")
+    with said, on_ray.connected("ray://head:10001"):
+        pass
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (("--on", "slurm"), "--on slurm: trials run here, or on a Ray cluster"),
         (("--ray-address", "a:1"), "--ray-address a:1: it goes with --on ray"),
+        (
+            ("--on", "ray", "--gpus-per-trial", "2", "--share", "2"),
+            "--share 2: with --on ray it does not go with --gpus-per-trial",
+        ),
         (("--on", "ray", "--gpus", "0"), "--gpus 0: with --on ray the cluster says which GPUs there are"),
     ],
 )
@@ -111,6 +152,25 @@ def test_a_host_takes_as_many_trials_as_it_has_gpus_or_cores_for(wanted, places,
     host = {"GPU": 8.0, "CPU": 96.0}
     assert (wanted.places(host), wanted.of_each(host)) == (places, of_each)
     assert wanted.places({"memory": 1.0}) == 0
+
+
+def test_a_log_that_cannot_be_written_loses_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = journals.trial()
+    ended = journals.record(trial, outcome="crashed", reason="KeyError")
+    task, fails = MagicMock(), MagicMock(exceptions=MagicMock(RayError=RuntimeError))
+    fails.get.return_value = (ended.to_json(), "what it printed")
+    fails.wait.side_effect = lambda refs, **_: (refs, [])
+    monkeypatch.setitem(sys.modules, "ray", fails)
+    monkeypatch.setattr(on_ray, "_task", lambda resources: task)
+    monkeypatch.setattr(on_ray, "on", lambda node: None)
+    there = MagicMock(state={"host": "a"})
+    cluster = MagicMock(places=[on_ray.Place("1", "a")], of=lambda node: there)
+    cluster.wanted.of_each.return_value = {}
+    executor = on_ray.RayExecutor(cluster, tmp_path, timeout_s=1.0, context=Context())
+    (tmp_path / "logs").rmdir()
+    executor.submit(trial, executor.free.pop())
+    [record] = executor.ended()
+    assert (record.outcome, record.reason, record.device_state["host"]) == ("crashed", "KeyError", "a")
 
 
 @pytest.fixture(scope="module")

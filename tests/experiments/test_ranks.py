@@ -103,6 +103,11 @@ def test_a_trial_of_transformer_engine_s_layers_is_checked_as_any_other(replies:
     assert gathers == {"bfloat16", "float32"} | ({"uint8"} if mode == "tp" else set())
 
 
+def test_what_throttles_the_gpu_of_any_rank_is_recorded(replies: Any) -> None:
+    state = {"uuid": "GPU-0", "throttle_reasons": 33, "lowest_sm_clock_hz": 1.2e9}
+    assert replies["throttled"]["device_state"] == state
+
+
 def test_a_hanging_rank_is_found_by_the_others_patience(replies: Any) -> None:
     assert replies["hangs"]["work_s"] < 4 + 3 + 8
 

@@ -42,6 +42,7 @@ FAULTS = {
     "exit": ("crashed", r"^exit code 3 without a reply$"),
     "nan-sample": ("crashed", r"^a result that JSON cannot hold"),
     "raises": ("crashed", r"^KeyError: .*; see logs/[0-9a-f]{16}\.log$"),
+    "no-log": ("crashed", r"^KeyError: 'its log is gone'$"),
     "lock": ("ok", None),
     "sound-after": ("ok", None),
     "tiny": ("diverged", r"^the loss is not finite$"),  # a real training step, at a learning rate of 1e30

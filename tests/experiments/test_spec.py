@@ -129,6 +129,6 @@ def test_a_record_of_another_outcome_or_schema_is_refused() -> None:
 
 def test_data_is_chosen_by_model_then_for_all_then_by_the_suite() -> None:
     options = Options(device="cpu", data={"char": "text:a", "": "text:b"})
-    assert options.data_for("char", "stdlib") == "text:a"
-    assert options.data_for("gpt2", "stdlib") == "text:b"
-    assert Options(device="cpu").data_for("gpt2", "stdlib") == "stdlib"
+    assert options.data_for("char") == "text:a"
+    assert options.data_for("gpt2") == "text:b"
+    assert Options(device="cpu").data_for("gpt2") == "stdlib"

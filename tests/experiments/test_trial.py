@@ -27,6 +27,8 @@ KEPT = Measurement(check={"reference": "r"}, work={"tokens": 1}, samples={"loss"
         (Diverged("the loss is nan at step 3", KEPT), "diverged", "the loss is nan at step 3"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried"), "oom", "GPU: CUDA out of memory. Tried"),
         (RuntimeError("CUDA error: out of memory"), "oom", "GPU: CUDA error: out of memory"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when"), "oom", "GPU: CUDA error: CUBLAS_STATUS_ALLOC"),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "oom", "GPU: cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
         (MemoryError(), "oom", "host: out of memory"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "oom", "host: DefaultCPUAllocator: can't"),
         (ModuleNotFoundError("No", name="flash_attn"), "unsupported", "needs the package flash_attn: pip install"),

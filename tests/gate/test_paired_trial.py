@@ -107,3 +107,19 @@ def test_a_turn_has_the_calls_that_fit_into_it_with_what_goes_on_between_them() 
     alone = Waiting(1e-4)
     paired_trial.take_turns([alone])  # type: ignore[list-item]
     assert alone.asked[0] > 150
+
+
+@pytest.mark.parametrize(
+    ("code", "kills", "said"),
+    [
+        (None, 0, "ended"),
+        (3, 1, "ended with exit code 3"),
+        (-9, 0, "ended by SIGKILL"),
+        (-9, 1, "ended by SIGKILL, for the host was out of memory"),
+        (-11, 1, "ended by SIGSEGV"),
+        (-40, 0, "ended by signal 40"),
+    ],
+)
+def test_how_a_process_ended_is_said(monkeypatch: pytest.MonkeyPatch, code: int | None, kills: int, said: str) -> None:
+    monkeypatch.setattr(paired_trial, "oom_kills", lambda: 5 + kills)
+    assert paired_trial.how_ended(code, 5) == said

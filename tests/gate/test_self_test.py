@@ -100,8 +100,33 @@ def test_it_fails_on_an_unnoticed_crash_and_on_more_alarms_than_chance_allows() 
     assert passed([of(unchanged, 1, 3), of(crash, 3, 3)], 0.05)  # 1 in 3 may be chance
     assert not passed([of(unchanged, 3, 6), of(crash, 3, 3)], 0.05)
     assert not passed([of(unchanged, 0, 3), of(crash, 2, 3)], 0.05)
+    assert not passed([of(unchanged, 0, 0), of(crash, 3, 3)], 0.05)  # no gate says nothing
+    assert not passed([of(unchanged, 0, 3), of(crash, 0, 0)], 0.05)
     shown = self_test.table([of(unchanged, 0, 3), of(crash, 3, 3)])
     assert [row[1].text for row in shown.rows] == ["0 of 3", "3 of 3"]
+
+
+def test_it_fails_if_gates_of_unchanged_code_do_and_counts_them() -> None:
+    unchanged, *_, crash = conditions([])
+    codes = {"margin": 0.02, "alpha": 0.05}
+    ended = [answer for code in (0, 3, 4, 5) for answer in answers([[1.0] * 5], code=code)]
+    rates = [measure_rate(unchanged, ended, **codes), measure_rate(crash, answers([[1.0] * 5], code=4), **codes)]
+    assert [(one.alarms, one.undecided, one.failed) for one in rates] == [(0, 1, 2), (1, 0, 0)]
+    assert not passed(rates, 0.05)
+    shown = self_test.table(rates)
+    assert [value.text for [value] in shown.only(["Failed"]).rows] == ["2", "0"]
+    assert "Failed: any other exit code." in shown.note
+    assert not self_test.table(rates[1:]).only(["Failed"]).columns
+
+
+def test_the_texts_of_a_suite_are_tokenised_into_the_cache(tmp_path: Path) -> None:
+    text, cache = tmp_path / "text.txt", tmp_path / "cache"
+    text.write_text("To be, or not to be. " * 500)
+    options = {"data": {"": f"text:{text}"}, "cache": str(cache)}
+    question = dataclasses.replace(QUESTION, options=options, cache=cache)
+    asked: dict[str, Any] = {"gates": 1, "slower": [], "run_each": lambda *_: [], "say": lambda line: None}
+    assert [one.gates for one in self_test.run(question, tmp_path, MACHINE, **asked)] == [0, 0, 0]
+    assert list(cache.iterdir())
 
 
 def test_it_goes_on_where_it_was_cut_short_and_counts_no_other_question(tmp_path, monkeypatch):

@@ -203,6 +203,19 @@ def test_the_largest_batch_s_memory_is_compared_at_the_same_batch(tmp_path: Path
     assert gate(tmp_path / "b", limits("baseline", 0), limits("candidate", 0)).exit_code == 0
 
 
+@pytest.mark.parametrize(("batch", "code"), [(4, 1), (129, 1), (130, 0), (200, 0)])
+def test_the_largest_batch_may_not_fall(tmp_path: Path, batch: int, code: int) -> None:
+    def limits(side: str, largest: int) -> list[Record]:
+        done = max_batch_record("flash", largest)  # as on a CPU: the tries have no peaks
+        tries = [{**one, "peak_allocated_bytes": None} for one in done.work["tries"]]
+        return [dataclasses.replace(done, environment=side, work={"tries": tries})]
+
+    found = gate(tmp_path, limits("baseline", 132), limits("candidate", batch))
+    said = [f"largest batch {batch - 132}: from 132 to {batch}; 2.3 fewer are allowed"] if code else []
+    assert found.exit_code == code
+    assert [message.partition(": ")[2] for message in messages(found, FindingKind.MEMORY)] == said
+
+
 def test_other_kernels_are_told(tmp_path: Path) -> None:
     found = gate(tmp_path, steps("baseline"), [dataclasses.replace(r, kernels=["x"]) for r in steps("candidate")])
     [told] = messages(found, FindingKind.KERNELS)
@@ -309,6 +322,28 @@ def test_of_several_environments_the_newest_is_read(tmp_path: Path) -> None:
     found = gate(tmp_path, steps("baseline"), steps("candidate"))
     assert found.exit_code == 0
     assert any("candidate also holds older environments" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("suites", [("speed", "quick"), ("quick", "speed")])
+def test_suites_that_share_a_configuration_add_up_their_seeds(tmp_path: Path, suites: tuple[str, str]) -> None:
+    def side(name: str, slower: float) -> Path:
+        records, body = steps(name, slower=slower), environment(name)
+        for suite in suites:
+            write(tmp_path / name, records[: 8 if suite == "speed" else 2], suite=suite, body=body)
+        return tmp_path / name
+
+    found = compare(side("baseline", 1.0), side("candidate", 1.1))
+    [one] = found.trials.values()
+    assert (found.exit_code, one.verdict, one.pairs) == (1, GateVerdict.REGRESSION, 8)
+
+
+def test_of_a_seed_that_two_suites_planned_at_two_commits_the_record_counts(tmp_path: Path) -> None:
+    write(tmp_path / "b", steps("candidate", slower=1.1), suite="speed", body=environment("candidate"))
+    planned = [one.trial for one in steps("later")]
+    write(tmp_path / "b", [], planned=planned, suite="quick", body=environment("later", code="later"))
+    found = compare(write(tmp_path / "a", steps("baseline"), body=environment("baseline")), tmp_path / "b")
+    assert found.exit_code == 1
+    assert not found.findings
 
 
 def test_a_regression_comes_before_what_is_missing_and_that_before_what_is_undecided(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from te_bench.models import recipe
+from te_bench.models import adopted, recipe
 from te_bench.models.adopt import adopt
 from te_bench.training.step import CannotCapture, Optim, TrainStep
 
@@ -67,6 +67,24 @@ def test_a_step_of_it_is_its_own_loss_and_torchs_adamw(make: Callable[[], Any]) 
         wanted.append(loss.item())
     assert found == pytest.approx(wanted, rel=1e-5)
     assert wanted[-1] < wanted[0]
+
+
+@pytest.mark.parametrize("pinned", [(), ("math", "cudnn")])
+def test_the_users_choice_of_attention_kernels_stays(pinned: tuple[str, ...]) -> None:
+    adopted.pin(adopted.OWN)
+    torch.backends.cuda.enable_flash_sdp(False)
+    try:
+        for kernel in pinned:  # as a model of te-bench's suites does
+            adopted.pin(kernel)
+            assert torch.backends.cuda.math_sdp_enabled() is (kernel == "math")
+        step = TrainStep(adopt(Language()), Optim(), precision="fp32", mode="eager")
+        losses(step, "cpu")
+        assert not torch.backends.cuda.flash_sdp_enabled()
+        assert torch.backends.cuda.math_sdp_enabled()
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        adopted.pin(adopted.OWN)
+        torch.backends.cuda.enable_flash_sdp(True)
 
 
 @pytest.mark.parametrize("device", DEVICES)

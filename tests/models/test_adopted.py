@@ -81,8 +81,10 @@ LOSS = torch.tensor(1.5)
         (LOGITS, 1.6094379),
         ((LOGITS, LOSS), 1.5),
         ((LOGITS, None), 1.6094379),
+        ((torch.tensor(6), LOGITS, LOSS), 1.5),  # a count of tokens
         ({"loss": LOSS}, 1.5),
         (SimpleNamespace(loss=LOSS, logits=LOGITS), 1.5),
+        ({"aux_loss": torch.tensor(0.1), "loss": LOSS, "logits": LOGITS}, 1.5),  # as transformers' outputs
         (SimpleNamespace(loss=None, logits=LOGITS), 1.6094379),
     ],
 )
@@ -93,6 +95,12 @@ def test_a_loss_is_found_in_what_a_model_returns(out: Any, loss: float) -> None:
 @pytest.mark.parametrize("out", [torch.zeros(2, 3), torch.zeros(2, 4, 5), 3, None, ()])
 def test_what_holds_no_loss_is_refused(out: Any) -> None:
     with pytest.raises(ValueError, match=r"it: its forward returned .*, no loss nor logits \(2, 3, V\)"):
+        calling.loss_of("it", out, TARGETS)
+
+
+@pytest.mark.parametrize("out", [(LOGITS, torch.tensor(0.1), LOSS), [LOSS, torch.tensor(0.1)]])
+def test_of_two_scalars_none_is_chosen_as_the_loss(out: Any) -> None:
+    with pytest.raises(ValueError, match=r"it: its forward returned .* with 2 scalars .*: give --loss"):
         calling.loss_of("it", out, TARGETS)
 
 

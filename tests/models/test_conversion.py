@@ -302,6 +302,14 @@ def test_copies_run_in_fp8_too(duplicate: Callable[[nn.Module], nn.Module]) -> N
     assert other.get_parameter("up.weight") is not model.up.weight
 
 
+def test_a_slice_of_a_converted_model_computes_without_its_recipe() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    expected = model[:2](an_input())
+    convert(model, RECIPES[1])
+    torch.testing.assert_close(model[:2](an_input()), expected)
+    assert not torch.equal(model(an_input()), model[2](expected))
+
+
 @pytest.mark.parametrize("eager", [True, False])
 def test_pytorchs_encoder_layer_does_not_pass_fp8_by(eager: bool) -> None:
     """In inference its fast path reads the weights of its linear layers itself."""
@@ -317,6 +325,18 @@ def test_pytorchs_encoder_layer_does_not_pass_fp8_by(eager: bool) -> None:
             far = error(model(x), expected)
     assert (far > 1e-3) is eager
     assert far < 0.1
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_pytorchs_encoder_takes_a_padding_mask_in_inference() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 2).eval()
+    x, padding = torch.stack([an_input()] * 2), torch.zeros(2, 16, dtype=torch.bool)
+    padding[1, 9:] = True
+    with torch.no_grad():
+        expected = model(x, src_key_padding_mask=padding)
+        convert(model)
+        torch.testing.assert_close(model(x, src_key_padding_mask=padding)[~padding], expected[~padding])
 
 
 @pytest.mark.gpu

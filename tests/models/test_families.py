@@ -1,13 +1,13 @@
 """What models of transformers are taken for, and what they are fed, by a config.json."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_adopted import of_config
 
-from te_bench.models import adopted, probe, sources
+from te_bench.models import adopted, probe
 
 pytest.importorskip("transformers")
 
@@ -39,13 +39,6 @@ S2T = BART | SPEECH | {"model_type": "speech_to_text", "architectures": ["Speech
 MOONSHINE = TEXT | {"model_type": "moonshine", "architectures": ["MoonshineForConditionalGeneration"]}
 IMAGE_GPT = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 65, "n_positions": 64}
 IMAGE_GPT |= {"model_type": "imagegpt", "architectures": ["ImageGPTForImageClassification"]}
-
-
-def of_config(config: dict[str, Any], folder: Path) -> sources.Source:
-    (folder / "config.json").write_text(json.dumps(config))
-    source = sources.identify(str(folder))
-    assert source is not None
-    return source
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,19 @@ def test_torchs_own_checkpoint_without_fp8_goes_on_after_a_pass_with_it(reentran
     assert equal(*found)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_torchs_own_checkpoint_goes_through_calibration(reentrant: bool) -> None:
+    layers, x = model(), torch.randn(8, 32, requires_grad=True)
+    found = []
+    for calibrating in (False, True):
+        layers.zero_grad()
+        with te.autocast(enabled=False, calibrating=calibrating, recipe=RECIPES["delayed"]):
+            y = torch.utils.checkpoint.checkpoint(layers, x, use_reentrant=reentrant)
+        y.square().sum().backward()
+        found.append([p.grad.clone() for p in layers.parameters() if p.grad is not None])
+    assert equal(*found)
+
+
 # torch.compile
 
 

@@ -128,8 +128,7 @@ def test_what_is_asked_for_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return dataclasses.replace(real, forward=forward)
 
-    monkeypatch.setattr(module, "_backends", {name: spied(name) for name in attention.names()})
-    monkeypatch.setattr(module.attention, "load", lambda name: module._backends[name])
+    monkeypatch.setattr(module, "backend", spied)
     layer, q = DotProductAttention(2, 16), torch.randn(8, 1, 2, 16)
     layer(q, q, q)
     with attention_kernel("math"):

@@ -58,7 +58,7 @@ REFUSED = [
 ]
 OPTIM = Optim(learning_rate=1e-2, grad_clip=0.5)
 UNCLIPPED = dataclasses.replace(OPTIM, grad_clip=0.0)
-STEPS, FP8_STEPS = 5, 3  # the latter after as many amaxes as a history has
+STEPS, FP8_STEPS = 10, 6
 ROWS = 8
 RECIPES: dict[str, Recipe] = {"delayed": DelayedScaling(amax_history_len=2), "current": Float8CurrentScaling()}
 MODES = [name for name in parallel.names() if name not in parallel.GROUPED]
@@ -593,7 +593,7 @@ def of_engine() -> dict[str, Any]:
                 step.gradients(*batch(0), records=True)  # delayed scaling casts with scales of 1
             found[mode][recipe or "bf16"] = {
                 "errors": [off(step.gradients(*batch(0))[1], truth) for step in (ours, one)],
-                "losses": [losses(step, 3) for step in (ours, one)],
+                "losses": [losses(step, 5) for step in (ours, one)],
                 "collectives": collectives.of_call(lambda s=ours: s(*batch(0))),  # type: ignore[misc]
                 "asked": ours.parallel.gathered(ours.model, None, ROWS * 16),
             }

@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -145,8 +145,8 @@ def test_delayed_scalings_scales_come_back(tmp_path: Path) -> None:
 def test_a_save_that_fails_leaves_what_was_there(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = file.read_bytes()
 
-    def full(content: Any, path: Path) -> None:
-        path.write_bytes(b"half")
+    def full(content: Any, file: BinaryIO) -> None:
+        file.write(b"half")
         raise RuntimeError("No space left on device")
 
     monkeypatch.setattr(torch, "save", full)

@@ -1,6 +1,5 @@
 """Mode compile-blocks: each transformer block under torch.compile, and all around the blocks in eager mode."""
 
-import copy
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -79,15 +78,6 @@ def test_another_step_of_the_same_model_and_the_model_itself_stay_eager() -> Non
     assert (regions(step), regions(other), regions(step)) == (LAYERS, 0, LAYERS)
     seen = profiling.kernels_seen(lambda: step.model(TOKENS, TOKENS), "cpu")
     assert not any("Compiled" in name for name in seen.counts)
-
-
-@pytest.mark.usefixtures("dynamo")
-def test_a_copy_goes_on_alike_in_compiled_blocks_of_its_own() -> None:
-    step = a_step("compile-blocks")
-    losses(step)
-    twin = copy.deepcopy(step)
-    assert losses(twin) == losses(step)
-    assert regions(twin) == LAYERS
 
 
 @pytest.mark.usefixtures("dynamo")

@@ -77,6 +77,21 @@ def test_installed_packages_come_in_the_order_of_their_paths_or_shuffled(tmp_pat
     assert not (tmp_path / "none.txt").exists()
 
 
+@pytest.mark.parametrize("record", ["stubs/__init__.pyi,,\n", None], ids=["stubs", "no RECORD"])
+def test_an_installed_package_without_sources_is_told(record, tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "site" / "stubs-1.0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: stubs\nVersion: 1.0\n")
+    if record:
+        (folder / "RECORD").write_text(record)
+    monkeypatch.syspath_prepend(folder.parent)
+    for sources in (["stubs"], ["pluggy", "stubs"]):
+        with pytest.raises(SystemExit):
+            main([str(tmp_path / "none.txt"), *sources])
+        assert "stubs is installed, and its installer recorded no .py file of it" in capsys.readouterr().err
+        assert not (tmp_path / "none.txt").exists()
+
+
 def test_what_cannot_be_read_is_told(wheels: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for sources, message in (
         ([str(wheels), "pluggy"], "name folders, or installed packages, not both"),

@@ -43,6 +43,26 @@ def test_chars_are_the_sorted_alphabet_whatever_the_slices(text: str, size: int)
     assert tok.restore("chars", chars.state).decode(found) == text
 
 
+def test_a_character_that_is_not_in_the_alphabet_is_named_and_none_takes_its_place() -> None:
+    with (
+        mock.patch.object(tok, "SLICE", 2),
+        pytest.raises(ValueError, match="the tokenizer knows 2 characters, and not 'cd'"),
+    ):
+        ids(tok.Chars("ab"), "ababcdab")
+
+
+@pytest.mark.parametrize("keeps", ["unk_token", "byte_fallback", "letters"])
+def test_a_bpe_that_drops_characters_is_refused(keeps: str) -> None:
+    model = {"type": "BPE", "vocab": {"a": 0, "?": 1}, "merges": []}
+    with pytest.raises(ValueError, match="BPE that drops characters silently: it has no unk_token"):
+        tok.build("file:t.json", "ab", 2, json.dumps({"model": model}))
+    if keeps == "letters":
+        model["vocab"] = json.loads(tok.train_bpe([], 256))["model"]["vocab"]
+    else:
+        model[keeps] = "?" if keeps == "unk_token" else True
+    assert ids(tok.build("file:t.json", "ab", 2, json.dumps({"model": model})), "a") == [model["vocab"]["a"]]
+
+
 @given(texts)
 @settings(deadline=None)
 def test_bpe_gives_every_text_back(bpe: tok.Subwords, text: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from te_bench.models import recipe as recipes
 from te_bench.models.recipe import float8_current_scaling
@@ -120,6 +120,17 @@ def test_accumulation_is_one_large_batch(clip: float) -> None:
 def test_a_batch_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match="6 rows do not divide into 4 micro-batches"):
         a_step(Optim(accumulate=4))(*a_batch(batch=6))
+
+
+@pytest.mark.parametrize("optimizer", [None, "reference"])
+def test_a_step_that_could_train_nothing_is_refused(optimizer: str | None) -> None:
+    how: dict[str, Any] = {"precision": "fp32", "mode": "eager", "optimizer": optimizer}
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="accumulate 0: give 1 or more micro-batches"):
+        TrainStep(model, Optim(accumulate=0), **how)
+    for untrained in (model.requires_grad_(False), nn.Identity()):
+        with pytest.raises(ValueError, match="the model has no weight to train; set requires_grad"):
+            TrainStep(untrained, Optim(), **how)
 
 
 def test_clipping_bounds_the_norm_and_keeps_the_direction() -> None:

@@ -12,6 +12,7 @@ from te_bench.experiments.checks import large, routes
 from te_bench.experiments.checks.fp8_emulation import emulate
 from te_bench.experiments.checks.function_modes import AsFused, Doubled
 from te_bench.experiments.checks.gradients import HEAD_SCALE, UNFUSED, Gradients
+from te_bench.experiments.checks.tolerances import EPSILON
 from te_bench.experiments.measurement import Unsupported
 from te_bench.experiments.spec import OWN_ATTENTION, Trial
 from te_bench.models import grouped_gemm
@@ -22,6 +23,8 @@ from te_bench.training.step import TrainStep
 CHANGES = ("parts", "rival", "checkpointing")  # changes of the model that the references go without
 #: Relative difference of two float32 losses that are one: sums in another order differ by less; gradients show less noise.
 SAME = 1e-6
+#: Relative distance of neighbouring numbers in the format that GEMMs multiply.
+STEP = EPSILON | {"fp8": 2.0**-3}
 DRAWS = 16  # pairs of passes of a model that draws: the numbers may decide over the experts of few tokens
 
 
@@ -39,11 +42,13 @@ def reference(
     precision: str,
     parts: large.ByParts,
     taken: routes.Taken,
+    moved: int = 0,
 ) -> Gradients:
     """Return loss and gradients of the same module from the same weights, in float64 or as the yardstick at `precision`.
 
     parts: computes what is large by parts. float64 comes first and finds out whether anything is. taken: what the step
-    chose.
+    chose. moved: unless 0, every weight is moved by less than one step of the arithmetic, as this number draws, which
+    rounds all afresh.
     """
     exact = precision == "fp64"
     as_it_is = {name: value for name, value in trial.problem.items() if name not in CHANGES}
@@ -53,9 +58,12 @@ def reference(
     converted = model_of(step).converted
     turned = [f"{name}.weight" for name, before in converted.items() if before == "Conv1D"]
     _require_same_weights(model, step, turned)
+    if moved:
+        _move(model, STEP[trial.precision], seed=trial.seed << 8 | moved)
     if exact:
         trial_model.allow_tf32("fp32")
-        _require_same_loss(model, inputs, targets, parts)
+        if not moved:
+            _require_same_loss(model, inputs, targets, parts)
         model.double()
         inputs = inputs.double() if inputs.is_floating_point() else inputs
         targets = targets.double() if targets.is_floating_point() else targets
@@ -97,6 +105,14 @@ def _in_half_precision(norm: nn.Module) -> None:
 
     norm.register_forward_pre_hook(lambda _, arguments: tuple(map(rounded, arguments)))
     norm.register_forward_hook(lambda _, arguments, y: rounded(y))
+
+
+@torch.no_grad()
+def _move(model: nn.Module, share: float, seed: int) -> None:
+    """Move every weight by up to that share of it."""
+    for number, weight in enumerate(model.parameters()):
+        generator = torch.Generator(weight.device).manual_seed(seed << 16 | number)
+        weight.mul_(1 + share * (2 * torch.rand(weight.shape, generator=generator, device=weight.device) - 1))
 
 
 def _require_same_weights(model: Adopted, step: TrainStep, turned: list[str]) -> None:

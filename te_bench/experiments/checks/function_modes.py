@@ -1,7 +1,7 @@
 """What a user's pass is watched by, and what its references compute in another way, function by function."""
 
 import math
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -64,7 +64,21 @@ class AsFused(TorchFunctionMode):
 
 
 class Doubled(TorchFunctionMode):
-    """What a module widens to float32 goes to float64: norms and losses do that by themselves."""
+    """What a module widens to float32, or makes without a dtype, is float64: norms and losses do the former."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: list[torch.dtype] = []  # a pass that is computed again enters the mode inside of itself
+
+    def __enter__(self) -> Self:
+        self.before.append(torch.get_default_dtype())
+        torch.set_default_dtype(torch.float64)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        torch.set_default_dtype(self.before.pop())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def widened(value: Any) -> Any:

@@ -2,8 +2,8 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from te_bench.experiments.checks import rounding
 from te_bench.experiments.checks.quantity import Quantity, geometric_mean, relative_error
 from te_bench.experiments.checks.tolerances import (
     ACCUMULATED,
-    FACTOR,
     FLOOR,
     FP8_LEAST,
     FP8_OVERALL,
@@ -51,6 +50,14 @@ class Gradients(NamedTuple):
     loss: float
     of: dict[str, Tensor]
     norm: float | None = None
+
+    def with_errors(self, found: Self, exact: Self, names: Iterable[str]) -> Self:
+        """Return this and what `found` errs beside `exact`, of the gradients that are named."""
+        norm = None
+        if self.norm is not None and found.norm is not None and exact.norm is not None:
+            norm = self.norm + found.norm - exact.norm
+        of = {name: self.of[name] + (found.of[name] - exact.of[name]) for name in names}
+        return self._replace(loss=self.loss + found.loss - exact.loss, of=of, norm=norm)
 
     @classmethod
     def of_step(cls, step: TrainStep, inputs: Tensor, targets: Tensor) -> Self:
@@ -90,20 +97,23 @@ def compared(
     slack: float = 1.0,
     loss_floor: str | None = None,
     rows: bool = True,
+    more: Sequence[Gradients] = (),
 ) -> list[Quantity]:
     """Compare loss and gradients with float64's, each by the yardstick's error; in FP8 all gradients together, too.
 
     slack: above 1 for what may round more coarsely than the recipe says. loss_floor: a key of LOSS_FLOOR. rows: whether
     each row is held apart. A kink forbids that: rounding moves a value across it here and not there, and a row of few
-    changes.
+    changes. more: further yardsticks, of all tensors or of some.
     """
     # Half-precision log-probabilities are rounded one by one (autocast on a GPU): four sigma of their mean's rounding.
     rounded_mean = FLOOR[precision] / math.sqrt(12 * targets)
-    loss_limit = FACTOR * abs(library.loss - truth.loss)
+    loss_limit = rounding.limit([abs(each.loss - truth.loss) for each in (library, *more)])
     loss_limit += (LOSS_FLOOR[loss_floor or precision] + rounded_mean) * abs(truth.loss)
-    quantities = [Quantity("loss", abs(ours.loss - truth.loss), loss_limit), *_norm(ours, library, truth, precision)]
-    found, known, exact = ({f"grad {name}": x for name, x in each.of.items()} for each in (ours, library, truth))
-    gradients, ratios = beside(found, known, exact, precision, slack=slack, rows=rows)
+    quantities = [Quantity("loss", abs(ours.loss - truth.loss), loss_limit)]
+    quantities += _norm(ours, [library, *more], truth, precision)
+    every = (ours, library, truth, *more)
+    found, known, exact, *further = ({f"grad {name}": x for name, x in each.of.items()} for each in every)
+    gradients, ratios = beside(found, known, exact, precision, slack=slack, rows=rows, more=further)
     in_fp8 = of_emulation(ratios.values(), above=slack == 1.0) if precision == "fp8" else []
     return quantities + gradients + in_fp8
 
@@ -117,21 +127,29 @@ def beside(
     typical: float | None = None,
     slack: float = 1.0,
     rows: bool = True,
+    more: Sequence[Mapping[str, Tensor]] = (),
 ) -> tuple[list[Quantity], dict[str, float]]:
     """Return each tensor's error, scale and, with `rows`, worst row, and {name: its error over the yardstick's}.
 
+    A tensor with further yardsticks is also held to them but for its scale.
+
     typical: the least that counts as the yardstick's relative error; None is the median of all tensors, for one that the
-    library happened to round well is no yardstick.
+    library happened to round well is no yardstick. more: further yardsticks, of all tensors or of some.
     """
-    errors = {name: relative_error(library[name], value) for name, value in truth.items()}
-    typical = statistics.median(errors.values()) if typical is None else typical
+    each_of = {name: [each[name] for each in (library, *more) if name in each] for name in truth}
+    errors = {name: [relative_error(each, value) for each in each_of[name]] for name, value in truth.items()}
+    typical = statistics.median(error for error, *_ in errors.values()) if typical is None else typical
     found, ratios = list[Quantity](), dict[str, float]()
     for name, value in truth.items():
-        error, limit = relative_error(ours.get(name), value), FACTOR * max(errors[name], typical) + FLOOR[precision]
-        rounded = {"typical": typical, "slack": slack}
+        error, limit = relative_error(ours.get(name), value), rounding.limit(errors[name], typical) + FLOOR[precision]
+        rounded: dict[str, Any] = {"typical": typical, "slack": slack, "more": each_of[name][1:]}
         scale, *row = rounding.quantities(name, ours.get(name), value, library[name], precision, **rounded)
         found += [Quantity(name, error, limit), scale, *(row if rows else ())]
-        ratios[name] = error / max(errors[name], 1e-30)
+        if len(each_of[name]) > 1:  # where the scale may be anything, the rest may not
+            aside, *known = (rounding.aside(x, value) for x in (ours.get(name), *each_of[name]))
+            found.append(Quantity(f"{name}, but for its scale", aside, rounding.limit(known) + FLOOR[precision]))
+        if error or any(errors[name]):  # of a gradient that is 0 in both, rounding cannot be told
+            ratios[name] = error / geometric_mean(errors[name])
     return found, ratios
 
 
@@ -176,13 +194,13 @@ def another_batch(trial: Trial, number: int, rows: int) -> tuple[Tensor, Tensor]
     return inputs[:rows], targets[:rows]
 
 
-def _norm(ours: Gradients, library: Gradients, truth: Gradients, precision: str) -> list[Quantity]:
+def _norm(ours: Gradients, yardsticks: Sequence[Gradients], truth: Gradients, precision: str) -> list[Quantity]:
     """Compare the norm before clipping: after it gradients that are all twice as large are the same."""
     if truth.norm is None:
         return []
-    assert library.norm is not None, "the yardstick clips as the reference does"
     error = math.nan if ours.norm is None else abs(ours.norm - truth.norm)
-    limit = FACTOR * abs(library.norm - truth.norm) + (FLOOR[precision] + ACCUMULATED) * truth.norm
+    errors = [abs(each.norm - truth.norm) for each in yardsticks if each.norm is not None]  # they clip, too
+    limit = rounding.limit(errors) + (FLOOR[precision] + ACCUMULATED) * truth.norm
     return [Quantity("norm of all gradients before clipping", error, limit)]
 
 

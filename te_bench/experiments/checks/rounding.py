@@ -6,12 +6,14 @@ element's. Both tests are told by a yardstick, right and rounded alike, how much
 """
 
 import math
+import statistics
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from te_bench.experiments.checks.quantity import Quantity
-from te_bench.experiments.checks.tolerances import ROW_FACTOR, ROW_FLOOR, SCALE_FLOOR, SCALE_SIGMAS, TAIL
+from te_bench.experiments.checks.tolerances import FACTOR, ROW_FACTOR, ROW_FLOOR, SCALE_FLOOR, SCALE_SIGMAS, TAIL
 
 #: An error's largest directions, found by so many steps of a power iteration; what is left lies in many, and averages away.
 DIRECTIONS = 16
@@ -27,24 +29,49 @@ def quantities(
     *,
     typical: float = 0.0,
     slack: float = 1.0,
+    more: Sequence[Tensor] = (),
 ) -> list[Quantity]:
     """The scale of x, and its worst row or column as a share of what that may err; both in float64.
 
     typical: a relative error that is usual in the model, where the yardstick of this tensor happened to err less. slack:
-    of a peer that may round more coarsely than the yardstick.
+    of a peer that may round more coarsely than the yardstick. more: further yardsticks.
     """
     if x is None:
         return [Quantity(f"{name}, scale", math.nan, 0.0)]
     truth = truth.double()
-    found, known = x.double() - truth, yardstick.double() - truth
-    (a, _), (b, spread) = _scale(found, truth), _scale(known, truth)
+    found, known = x.double() - truth, [each.double() - truth for each in (yardstick, *more)]
+    (a, _), scales = _scale(found, truth), [_scale(error, truth) for error in known]
+    b = scales[0][0]
     beyond = max(a - max(b, 0.0), min(b, 0.0) - a)  # a, between the truth's scale and the yardstick's, is no error
-    spread = max(spread, _spread_of_directions(known, truth))
-    limit = slack * (SCALE_SIGMAS * spread + SCALE_FLOOR[precision])
+    spreads = [[spread for _, spread in scales], [_spread_of_directions(error, truth) for error in known]]
+    spread = max(map(root_mean_square, spreads))
+    within = max(SCALE_SIGMAS * spread, limit([abs(scale) for scale, _ in scales]) if more else 0.0)
     return [
-        Quantity(f"{name}, scale", max(beyond, 0.0), limit),
+        Quantity(f"{name}, scale", max(beyond, 0.0), slack * (within + SCALE_FLOOR[precision])),
         Quantity(f"{name}, worst row", slack**-1 * _worst_row(found, known, truth, precision, typical), 1.0),
     ]
+
+
+def root_mean_square(values: Sequence[float]) -> float:
+    return math.hypot(*values) / math.sqrt(len(values))
+
+
+def aside(x: Tensor | None, truth: Tensor) -> float:
+    """Return the relative error of x beside the multiple of the truth that is nearest to it."""
+    if x is None:
+        return math.nan
+    x, truth = x.double(), truth.double()
+    nearest = (x * truth).sum() / truth.square().sum().clamp(min=1e-300) * truth
+    return ((x - nearest).norm() / truth.norm().clamp(min=1e-30)).item()
+
+
+def limit(errors: Sequence[float], least: float = 0.0) -> float:
+    """Return what a tensor's error may be by those of yardsticks: FACTOR times their mean square's root, or `least`.
+
+    Where they differ from each other, as of one number, it is as many standard deviations above their mean as a scale's.
+    """
+    spread = statistics.stdev(errors) if len(errors) > 1 else 0.0
+    return max(FACTOR * max(root_mean_square(errors), least), statistics.fmean(errors) + SCALE_SIGMAS * spread)
 
 
 def _scale(error: Tensor, truth: Tensor) -> tuple[float, float]:
@@ -88,7 +115,7 @@ def _spread_of_directions(error: Tensor, truth: Tensor) -> float:
     return torch.linalg.vector_norm(along).item()
 
 
-def _worst_row(error: Tensor, known: Tensor, truth: Tensor, precision: str, typical: float) -> float:
+def _worst_row(error: Tensor, known: list[Tensor], truth: Tensor, precision: str, typical: float) -> float:
     """Over rows and columns: the error's norm over what it may be, ROW_FACTOR (1 + TAIL / sqrt(2 w)) noise + floor.
 
     Of a vector over elements.
@@ -96,15 +123,17 @@ def _worst_row(error: Tensor, known: Tensor, truth: Tensor, precision: str, typi
     A row's noise is the yardstick's own error in it, or the mean of all rows' where that is larger. w: in how many
     directions the yardstick's errors lie, at most a row's elements; where one token decides over v's gradient they are few.
     """
-    if truth.dim() == 1:
-        error, known, truth = error[:, None], known[:, None], truth[:, None]
-    error, known, truth = (t.flatten(0, -2) for t in (error, known, truth))
-    overall = max(torch.linalg.vector_norm(known).item(), typical * torch.linalg.vector_norm(truth).item())
-    directions = _directions(known)
+    if not truth.numel():
+        return 0.0
+    error, truth, *known = (t[:, None] if t.dim() == 1 else t.flatten(0, -2) for t in (error, truth, *known))
+    norms = [torch.linalg.vector_norm(each).item() for each in known]
+    overall = max(root_mean_square(norms), typical * torch.linalg.vector_norm(truth).item())
+    directions = statistics.fmean(map(_directions, known))
     shares = []
     for side in (1, 0) if truth.shape[1] > 1 else (1,):
         rows, width = truth.shape[1 - side], min(truth.shape[side], directions)
-        noise = torch.linalg.vector_norm(known, dim=side).clamp(min=overall / math.sqrt(rows))
+        noise = torch.stack([each.square().sum(side) for each in known]).mean(0).sqrt()
+        noise = noise.clamp(min=overall / math.sqrt(rows))
         limit = ROW_FACTOR * (1 + TAIL / math.sqrt(2 * width)) * noise
         limit += ROW_FLOOR[precision] * torch.linalg.vector_norm(truth, dim=side)
         shares.append((torch.linalg.vector_norm(error, dim=side) / limit.clamp(min=1e-300)).max())

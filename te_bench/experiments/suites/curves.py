@@ -30,7 +30,7 @@ def _budget(options: Options) -> list[Trial]:
     sizes = suite_trials.sized(options, {"model": "gpt2", "block": 1024} if cuda else {"model": "tiny", "block": 64})
     model, block = sizes["model"], sizes["block"]
     tokenizer = "bpe:50257" if cuda else "bytes"
-    data = suite_trials.corpus_problem(options, model, options.data_for(model, "stdlib"), tokenizer, block)
+    data = suite_trials.corpus_problem(options, model, options.data_for(model), tokenizer, block)
     budget = options.budget_s or BUDGET_S
     problem: Settings = {
         **data,
@@ -54,10 +54,11 @@ def _budget(options: Options) -> list[Trial]:
 def _steps(options: Options) -> list[Trial]:
     """Return loss by step in bf16 and fp8, from the same weights on the same batches, for each seed."""
     usual = CHAR if options.device == "cuda" else TINY
-    base = usual | {"model": suite_trials.named(options, usual["model"]), "block": options.tokens or usual["block"]}
+    block = options.tokens or suite_trials.block_of(options, usual["block"])
+    base = usual | {"model": suite_trials.named(options, usual["model"]), "block": block}
     base["batch"] = options.batch or usual["batch"]
-    model, block = base["model"], base["block"]
-    name = options.data_for(model, "stdlib")
+    model = base["model"]
+    name = options.data_for(model)
     data = suite_trials.corpus_problem(options, model, name, "bytes" if name == "stdlib" else "chars", block)
     mode = "compile" if options.device == "cuda" else "eager"
     return [

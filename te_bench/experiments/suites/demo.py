@@ -5,12 +5,9 @@ A vocabulary of bytes keeps a CPU's steps short: GPT-2's vocabulary would take m
 
 import dataclasses
 
-from te_bench.experiments import suite_trials
-from te_bench.experiments.problems import Settings
 from te_bench.experiments.spec import Experiment, Options
 from te_bench.experiments.suites import quick
 
-TINY: Settings = {"model": "tiny", "batch": 2, "block": quick.BLOCK, "vocab": 256}
 SHORT = {"batch": 8, "steps": 60, "eval_every": 15, "eval_tokens": 8192, "warmup": 10}
 
 
@@ -18,14 +15,5 @@ def experiment(options: Options) -> Experiment:
     options = dataclasses.replace(options, seeds=options.seeds or 1)
     if options.device == "cuda":
         return dataclasses.replace(quick.experiment(options), suite="demo")
-    ladder = [
-        suite_trials.step(options, TINY, attention, precision, "eager", seed)
-        for seed in suite_trials.seeds(options, 1)
-        for attention, precision in (("manual", "fp32"), ("flash", "fp32"), ("flash", "bf16"), ("flash", "fp8"))
-    ]
-    return Experiment(
-        suite="demo",
-        title=f"Quick look: tiny GPT, {TINY['batch']} x {TINY['block']} tokens",
-        trials=(*ladder, *quick.curves(options, **SHORT)),
-        baseline=ladder[0].cell,
-    )
+    rungs = [("manual", True, "fp32"), *(("flash", True, precision) for precision in ("fp32", "bf16", "fp8"))]
+    return quick.on_a_cpu("demo", options, quick.TINY | {"vocab": 256}, rungs, quick.curves(options, **SHORT))

@@ -7,7 +7,7 @@ Block scaling's weight gradient, whose operands both have 1 x 128 blocks, is lef
 
 from te_bench.experiments import suite_trials, tuning
 from te_bench.experiments.problems import Settings
-from te_bench.experiments.spec import NO_ATTENTION, Experiment, Options, Trial
+from te_bench.experiments.spec import NO_ATTENTION, Experiment, Options
 from te_bench.kernels.gemm import table
 from te_bench.models.configs import configs
 
@@ -32,15 +32,7 @@ def experiment(options: Options) -> Experiment:
         )
     rows = (options.batch or 1) * (options.tokens or ROWS[cuda])
     trials = tuple(
-        Trial(
-            workload="gemm",
-            device=options.device,
-            problem={**problem, "backend": name},
-            attention=NO_ATTENTION,
-            precision="bf16",
-            protocol="kernel",
-            seed=seed,
-        )
+        suite_trials.alone(options.device, "gemm", {**problem, "backend": name}, NO_ATTENTION, "bf16", "kernel", seed)
         for seed in suite_trials.seeds(options, SEEDS if cuda else 1)
         for problem in _problems(model, rows)
         for name in sorted(table.rivals(table.read_problem(problem)), key=lambda name: name not in table.CUBLASLT)

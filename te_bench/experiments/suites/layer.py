@@ -35,6 +35,8 @@ def experiment(options: Options) -> Experiment:
     sizes = GPU if cuda else CPU
     if options.model is not None:
         return _of_model(options, options.model, sizes)
+    if given := [f"--{name}" for name in ("batch", "tokens") if getattr(options, name) is not None]:
+        raise ValueError(f"{given[0]}: the quickstart's layer has its own; give it with --model, or leave it out")
     faithful = _faithful("cudnn" if cuda else "math", theirs=cuda)  # flash on a CPU has no dropout
     fair = _fair_gpu() if cuda else _fair_cpu()
     trials = []

@@ -3,6 +3,8 @@
 A tiny GPT would say nothing about a GPU, because its time is the host's. The suite `speed` has larger sweeps.
 """
 
+from collections.abc import Sequence
+
 from te_bench.experiments import suite_trials
 from te_bench.experiments.problems import Settings
 from te_bench.experiments.spec import Experiment, Options, Trial
@@ -10,6 +12,7 @@ from te_bench.experiments.suites import attention, speed
 
 SEEDS = {"cuda": 2, "cpu": 1}  # a third round of GPT-2's took 36 s on an H200, where two take 111 (2026-11-23)
 BLOCK = 64
+TINY: Settings = {"model": "tiny", "batch": 2, "block": BLOCK}
 FP8_FROM = (8, 9)  # compute capability: Ada
 SMALL_BATCH, SMALL_GPU = 4, 32 * 2**30  # manual attention with 12 x 1024 tokens takes 22.6 GiB, besides its check
 
@@ -47,25 +50,31 @@ def _on_a_gpu(options: Options) -> Experiment:
 
 def _on_a_cpu(options: Options) -> Experiment:
     """Compare the kernels in fp32, because a CPU computes bf16 slowly."""
-    configurations = [(name, False, "fp32") for name in ("manual", "math", "flash")]
-    configurations += [("flash", True, precision) for precision in ("fp32", "bf16", "fp8")]
-    problem: Settings = {"model": "tiny", "batch": 2, "block": BLOCK}
+    rungs = [(name, False, "fp32") for name in ("manual", "math", "flash")]
+    rungs += [("flash", True, precision) for precision in ("fp32", "bf16", "fp8")]
+    return on_a_cpu("quick", options, TINY, rungs, (*curves(options), *_numerics(options)))
+
+
+def on_a_cpu(
+    suite: str, options: Options, problem: Settings, rungs: list[tuple[str, bool, str]], rest: Sequence[Trial]
+) -> Experiment:
+    """Return a tiny GPT's steps, each (attention, whether the vocabulary is padded, precision), and then the `rest`."""
     ladder = [
         suite_trials.step(options, problem, attention, precision, "eager", seed, padded=padded)
         for seed in suite_trials.seeds(options, SEEDS["cpu"])
-        for attention, padded, precision in configurations
+        for attention, padded, precision in rungs
     ]
     return Experiment(
-        suite="quick",
-        title="Quick look: tiny GPT, 2 x 64 tokens",
-        trials=(*ladder, *curves(options), *_numerics(options)),
+        suite=suite,
+        title=f"Quick look: tiny GPT, {problem['batch']} x {problem['block']} tokens",
+        trials=(*ladder, *rest),
         baseline=ladder[0].cell,
     )
 
 
 def curves(options: Options, **changed: int) -> list[Trial]:
     """Return one short training in bf16 and in fp8, for a pair of loss curves. changed: changed settings."""
-    data = suite_trials.corpus_problem(options, "tiny", options.data_for("tiny", "stdlib"), "bytes", BLOCK)
+    data = suite_trials.corpus_problem(options, "tiny", options.data_for("tiny"), "bytes", BLOCK)
     problem: Settings = {
         **data,
         "model": "tiny",

@@ -3,6 +3,7 @@
 samples: max_batch (1).
 work.ran: of the check's step at batch 1 (checks.what_ran).
 work.tries: [{batch, fits, peak_allocated_bytes, peak_reserved_bytes, total_bytes}] in the order they were made.
+work.capped: true if the search ended at its LIMIT, and larger batches may fit.
 """
 
 import dataclasses
@@ -14,10 +15,10 @@ from typing import Any
 
 import torch
 
-from te_bench.experiments import processes, trial_model
+from te_bench.experiments import environment, processes, trial_model
 from te_bench.experiments.checks import training_step, what_ran
 from te_bench.experiments.host import oom_kills
-from te_bench.experiments.measurement import CheckFailed, Context, Interrupted, Measurement, Unsupported
+from te_bench.experiments.measurement import CheckFailed, Context, Interrupted, Measurement, Unsupported, ran_out
 from te_bench.experiments.problems import MaxBatchProblem, TrainingProblem, TrialProblem, source_of
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import train_step
@@ -25,6 +26,7 @@ from te_bench.models import adopted
 
 EAGER_STEPS = 2  # on a CPU, where a step of the largest batch takes a second
 STEPS = 3  # AdamW's moments exist after the first; a captured or compiled step has settled after the second
+CONTEXT = 2**30  # bytes that a process without tensors may hold
 LIMIT = 1 << 16  # no try beyond this batch
 
 Try = dict[str, Any]
@@ -35,15 +37,18 @@ def run(trial: Trial, context: Context) -> Measurement:
     _look_once(trial)
     verified = verify(trial)
     batch, tries = largest(trial)
-    return dataclasses.replace(verified, work={**verified.work, "tries": tries}, samples={"max_batch": [float(batch)]})
+    work = {**verified.work, "tries": tries, **({"capped": True} if batch == LIMIT else {})}
+    return dataclasses.replace(verified, work=work, samples={"max_batch": [float(batch)]})
 
 
 def largest(trial: Trial) -> tuple[int, list[Try]]:
-    """(batch, tries): batch fits and batch + 1 does not. Nothing here touches the GPU itself: the tries are forks.
+    """(batch, tries): batch fits and batch + 1 does not, unless batch is LIMIT.
 
-    Raises MemoryError when not even a batch of 1 fits, Unsupported on a CPU without memory_limit_gib.
+    Nothing here touches the GPU itself: the tries are forks. Raises MemoryError when not even a batch of 1 fits,
+    Unsupported on a CPU without memory_limit_gib, Interrupted while other processes hold memory of the GPU.
     """
     _require_limit(trial)
+    _require_free(trial)
     _look_once(trial)
     tries: list[Try] = []
 
@@ -52,10 +57,10 @@ def largest(trial: Trial) -> tuple[int, list[Try]]:
         return bool(tries[-1]["fits"])
 
     low, high = 0, 1  # low fits, high is the next to try until one does not
-    while high <= LIMIT and fits(high):
-        low, high = high, _next(tries, high)
-    if high > LIMIT:
-        return low, tries
+    while fits(high):
+        if high == LIMIT:
+            return LIMIT, tries
+        low, high = high, min(_next(tries, high), LIMIT)
     while high - low > 1:
         middle = (low + high) // 2 if len(tries) % 2 else _guess(tries, low, high)
         low, high = (middle, high) if fits(middle) else (low, middle)
@@ -83,6 +88,17 @@ def _look_once(trial: Trial) -> None:
 def _require_limit(trial: Trial) -> None:
     if trial.device == "cpu" and _limit_gib(trial) is None:
         raise Unsupported("the largest batch on a CPU needs memory_limit_gib: a host without memory kills at random")
+
+
+def _require_free(trial: Trial) -> None:
+    """Raise Interrupted if other processes hold memory that the tries may use: all of the GPU's, or memory_limit_gib."""
+    gpus = environment.visible_gpus() if trial.device == "cuda" else []
+    held = environment.memory_in_use(gpus[0]["uuid"]) if gpus else None
+    if held is None:
+        return
+    total, gib = gpus[0]["memory_bytes"], _limit_gib(trial)
+    if held > total - min(total - CONTEXT, total if gib is None else gib * 2**30):
+        raise Interrupted(f"other processes hold {held / 2**30:.1f} GiB of the GPU; rerun when they have ended")
 
 
 def _next(tries: list[Try], batch: int) -> int:
@@ -143,8 +159,7 @@ def _or_out_of_memory(work: Callable[[Trial], Try], trial: Trial) -> Try:
         trial_model.require_supported(trial)
         return work(trial)
     except (RuntimeError, MemoryError) as error:
-        memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        if not memory and "allocate memory" not in str(error) and "out of memory" not in str(error):
+        if not ran_out(error):
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
         return _outcome(fits=False, total=_total_bytes(trial))
 

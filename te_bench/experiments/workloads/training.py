@@ -25,7 +25,7 @@ from te_bench.experiments import janitor, trial_model, trunks
 from te_bench.experiments.checks import adopted_step, held, training_step, what_ran
 from te_bench.experiments.curve import Curve
 from te_bench.experiments.instruments import compilation, memory
-from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Measurement
+from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Measurement, Unsaved
 from te_bench.experiments.problems import TrainingProblem, end_of, ranks_of, trunk_of
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import max_batch
@@ -92,7 +92,10 @@ def run(trial: Trial, context: Context) -> Measurement:
     if reason:
         raise Diverged(reason, measurement)
     if context.checkpoints is not None:
-        _save(step, trial, corpus, context.checkpoints)
+        try:
+            _save(step, trial, corpus, context.checkpoints)
+        except OSError as error:
+            raise Unsaved(f"the trained model is not saved: {error}", measurement) from error
     measurement = dataclasses.replace(measurement, work={**work, **compilation.counts(ended)})
     measurement = _looked(ended, step, at(0), measurement)
     if looked is None:
@@ -187,7 +190,7 @@ def _save(step: TrainStep, trial: Trial, corpus: corpora.Corpus | None, folder: 
         parameters = dict(model.module.named_parameters(remove_duplicate=False))
         state = {name: parallel.whole(value, parameters.get(name)) for name, value in model.module.state_dict().items()}
         if parallel.rank == 0:
-            torch.save(state, path)
+            checkpoints.write(state, path)
         return
     p = TrainingProblem.of(trial)
     recipe = None if p.fault or p.bf16_from is not None else trial.recipe

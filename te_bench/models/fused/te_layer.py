@@ -26,7 +26,7 @@ def can_fuse(layer: Any, x: Tensor) -> bool:
         return False
     if not fp8.current.enabled and not (x.is_cuda and compute_dtype(x).itemsize == 2):
         return False
-    if layer.ranks.size > 1:
+    if layer.ranks.size > 1 or x.numel() == 0:
         return False
     if layer.layer_type != "encoder" or layer.parallel or layer.residual_after_norm or layer.layernorm is not None:
         return False

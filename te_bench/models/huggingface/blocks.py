@@ -66,7 +66,8 @@ class Blocks(Mixed):
 
     def te_linears(self) -> list[Any]:
         """Return the Linears whose weights are only ever read in the recipe's FP8."""
-        return [linear for layer in _layers(self) for linear in _linears(layer) if isinstance(linear, Linear)]
+        layers = [layer for layer in _layers(self) if getattr(layer.mlp, "_te_mlp", None) is not None]
+        return [linear for layer in layers for linear in _linears(layer) if isinstance(linear, Linear)]
 
     def te_fuses(self, given: dict[str, Any]) -> bool:
         """Return whether the chain can compute this pass: it gives the same result, and nothing observes layers."""
@@ -211,7 +212,8 @@ def _is_heard(module: nn.Module) -> bool:
 
 def why_not(layer: Any) -> str | None:
     """Return why the chain cannot compute a decoder layer, or None."""
-    if not isinstance(layer.mlp, MLP) or layer.mlp._te_mlp.dropout is not None:
+    form = layer.mlp._te_mlp if isinstance(layer.mlp, MLP) else None
+    if form is None or form.dropout is not None:
         return "its MLPs stay as they are"
     if not all(isinstance(norm, RMSNorm) for norm in _norms(layer)):
         return "its norms stay as they are"

@@ -38,7 +38,7 @@ ILLEGAL = -2  # no class has this target: the loss becomes NaN, as for any illeg
 class Head(Mixed):
     """A mixin before a causal language model's class."""
 
-    _te_head_in_fp8: bool
+    _te_head_in_fp8: bool | None = None
     _te_routed: bool  # a mixture of experts, whose loss may include one for an uneven router
 
     def __init_subclass__(cls) -> None:
@@ -69,7 +69,9 @@ def _can_skip(model: Any, given: dict[str, Any], asked: bool | None) -> bool:
     """Return whether the logits can be skipped unobserved. Raises ValueError if not, and `asked` demands it."""
     kept = given.get("logits_to_keep", 0)
     reason = None
-    if isinstance(kept, Tensor) or kept:
+    if model._te_head_in_fp8 is None:
+        reason = "the model was not converted"
+    elif isinstance(kept, Tensor) or kept:
         reason = "logits_to_keep asks for them"
     elif not are_plain([model.lm_head], frozen=True):
         reason = "lm_head has a hook, or was replaced"

@@ -66,14 +66,16 @@ class MLP(Mixed):
     or torch.jit.trace.
     """
 
-    _te_mlp: Form
+    _te_mlp: Form | None = None
 
     def te_stacks(self) -> list[list[Any]]:
         """Return the group of Linears whose weights multiply as one matrix."""
-        return [[getattr(self, name) for name in self._te_mlp.first]]
+        return [] if self._te_mlp is None else [[getattr(self, name) for name in self._te_mlp.first]]
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         form = self._te_mlp
+        if form is None:
+            return super().forward(x, *args, **kwargs)  # type: ignore[misc]
         first, last = [getattr(self, name) for name in form.first], getattr(self, form.last)
         if args or kwargs or is_recorded() or not can_fuse(self, x, first, last):
             return super().forward(x, *args, **kwargs)  # type: ignore[misc]

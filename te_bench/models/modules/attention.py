@@ -365,6 +365,6 @@ class MultiheadAttention(Parallelised, nn.Module):
             # Stay in four dimensions: torch's fast concatenation, its gradient, has no fifth (H200: 100, not 248 us).
             grouped = mixed.view(*mixed.shape[:2], groups, (queries + 2) * d)
             q, k, v = grouped.split((queries * d, d, d), dim=-1)
-            return tuple(x.reshape(*mixed.shape[:2], -1, d) for x in (q, k, v))
+            return tuple(x.reshape(*mixed.shape[:2], groups * x.shape[-1] // d, d) for x in (q, k, v))
         q, k, v = mixed.split((queries * groups * d, groups * d, groups * d), dim=-1)
         return tuple(x.unflatten(-1, (-1, d)) for x in (q, k, v))

@@ -99,7 +99,7 @@ class Fp8Module(Parallelised, nn.Module):
         if compiling:
             # A guard: compiled code that meets a module with a state of its own is traced again.
             assert self._state is None or self._state.silent or not fp8.records()
-        else:
+        elif region.enabled:  # calibration alone computes without FP8
             self._usual.setdefault((gemm, torch.is_grad_enabled()), None)
         if self._state is None and not region.numerics:
             return Gemms(recipe, _NOTHING, _NOTHING, _NOTHING, divided)

@@ -114,7 +114,7 @@ class NormedModule(Fp8Module):
 
     def _outputs(self, y: Tensor, bias: Tensor | None, normed: Tensor | None) -> Any:
         """Return y, then the bias with return_bias, then norm(x) with return_layernorm_output; a tuple if several."""
-        extras = [bias] if self.return_bias else []
+        extras = [None if bias is None else bias.to(y.dtype)] if self.return_bias else []
         extras += [normed] if self.return_layernorm_output else []
         return (y, *extras) if extras else y
 

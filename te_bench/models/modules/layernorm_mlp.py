@@ -177,7 +177,7 @@ class LayerNormMLP(NormedModule):
         super().__init__(ranks, divisions, hidden_size, norm, options, return_bias, return_layernorm_output)
         self.hidden_size, self.ffn_hidden_size, self.activation = hidden_size, ffn_hidden_size, activation
         self.use_bias, self.name = bias, name
-        self.init_methods = (init_method or default_init, output_layer_init_method or init_method or default_init)
+        self.init_methods = (init_method or default_init, output_layer_init_method or default_init)
         self.tracker = get_rng_state_tracker
         width = own * (2 if KINDS[activation][1] else 1)
         self.fc1_weight = nn.Parameter(torch.empty(width, hidden_size, **options))

@@ -243,7 +243,7 @@ class Linear(Fp8Module):
                 w = self.quantized_weight(gemms, weight, 0, is_first_microbatch, columnwise=True)
             y = _apply()(flatten(x, dtype), weight, added, gemms, w, torch.is_grad_enabled())
             y = y if x.dim() == 2 else y.view(*outer(x, gemms.divided), self.out_features)
-        return (y, bias) if self.return_bias else y
+        return (y, None if bias is None else bias.to(dtype)) if self.return_bias else y
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"

@@ -4,8 +4,8 @@ Source: Su et al., "RoFormer", arXiv:2104.09864; interpolation: Chen et al., arX
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +51,16 @@ class RotaryPositionEmbedding(nn.Module):
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.rotary_base, self.interleaved = rotary_base, interleaved
-        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=factory(None, None)["device"]) / dim
-        self.register_buffer("inv_freq", rotary_base**-exponents)
+        self.register_buffer("inv_freq", rotary_base ** -_exponents(dim, factory(None, None)["device"]))
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        """Move inv_freq, but keep it float32: in bf16, angles would be wrong by radians. On leaving meta it is made."""
+        before = self.inv_freq
+        super()._apply(fn, recurse)
+        device = self.inv_freq.device
+        made = self.rotary_base ** -_exponents(2 * len(before), device) if before.is_meta else before.to(device)
+        self.inv_freq = made
+        return self
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """Return the angles of positions offset ... offset + max_seq_len - 1."""
@@ -65,6 +73,10 @@ class RotaryPositionEmbedding(nn.Module):
         angles = positions[:, None] * inverse  # not a matrix product, which torch.autocast would round
         twice = angles.repeat_interleave(2, dim=1) if self.interleaved else torch.cat((angles, angles), dim=1)
         return twice[:, None, None, :]
+
+
+def _exponents(dim: int, device: torch.device) -> Tensor:
+    return torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
 
 
 def apply_rotary_pos_emb(

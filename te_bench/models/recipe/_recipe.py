@@ -157,6 +157,10 @@ class Recipe:
     bf16_wgrad = False  # wgrad multiplies x and dy themselves, in their own precision
     fp8_dpa = False  # attention computes in FP8, too: see kernels/attention/backends/manual_fp8.py
 
+    def __post_init__(self) -> None:
+        for setting in ("bf16_first", "bf16_last"):
+            self._reject(not 0 <= getattr(self, setting) <= 1, setting, "a share of the blocks, 0 to 1")
+
     def __init_subclass__(cls, **options: Any) -> None:
         """Disable inherited fused casts in a subclass that overrides quantize, because they would bypass it."""
         super().__init_subclass__(**options)
@@ -205,8 +209,7 @@ class Recipe:
 
     def keeps(self, names: Iterable[str]) -> frozenset[str]:
         """Return the names of a model's Linears that stay in the activations' precision."""
-        for setting in ("bf16_first", "bf16_last"):
-            self._reject(not 0 <= getattr(self, setting) <= 1, setting, "a share of the blocks, 0 to 1")
+        Recipe.__post_init__(self)  # a user's own recipe may have another
         return _in_end_blocks(names, self.bf16_first, self.bf16_last)
 
     @property

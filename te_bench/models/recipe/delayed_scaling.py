@@ -52,6 +52,7 @@ class DelayedScaling(Recipe):
     fp8_mha: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._check_format()
         length = self.amax_history_len
         whole = isinstance(length, int) and not isinstance(length, bool) and length >= 1
@@ -262,7 +263,7 @@ class DelayedState(State):
         """Copy another state's `tensors()`. Raises ValueError, before copying, for other shapes or formats than this
         recipe's.
         """
-        remedy = "or drop the fp8_* keys from the state dict to begin with fresh scales"
+        remedy = "or load it without its fp8_* keys into a model that has not run, which begins with fresh scales"
         known = {name: own for name, own in self.tensors().items() if name in saved}
         for name, own in known.items():
             if saved[name].shape != own.shape:

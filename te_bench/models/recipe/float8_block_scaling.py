@@ -24,6 +24,7 @@ class Float8BlockScaling(Recipe):
     granularity: ClassVar[str] = "block"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._check_format(legal=(Format.E4M3,))
 
     @classmethod

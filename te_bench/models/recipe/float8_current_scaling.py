@@ -22,6 +22,7 @@ class Float8CurrentScaling(Recipe):
     bf16_wgrad: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._check_format()
 
     @classmethod

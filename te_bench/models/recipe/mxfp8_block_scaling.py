@@ -34,6 +34,7 @@ class MXFP8BlockScaling(Recipe):
     power_of_two = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._check_format(legal=(Format.E4M3, Format.HYBRID))
         self._reject(self.margin != 0, "margin", "MXFP8 has none; leave it at 0")
         for name in ("fp8_dpa", "fp8_mha"):

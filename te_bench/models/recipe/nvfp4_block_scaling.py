@@ -39,6 +39,7 @@ class NVFP4BlockScaling(Recipe):
     block_formats: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._check_format(legal=(Format.E4M3,))
         self._reject(
             self.row_scaled_activation, "row_scaled_activation", "te_bench has one amax a tensor; leave it False"

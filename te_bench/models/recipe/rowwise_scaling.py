@@ -24,6 +24,7 @@ class RowwiseScaling(Recipe):
     granularity: ClassVar[str] = "row"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._check_format()
 
     def block(self, role: str) -> Block:

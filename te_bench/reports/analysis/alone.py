@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from te_bench.kernels.gemm.table import CUBLASLT
 from te_bench.reports.analysis.measures import Ratio, of_processes, paired_ratio
 from te_bench.reports.analysis.naming import COMPILED, EAGER, HEADS, TE_BENCH
-from te_bench.reports.analysis.ranking import FastestByShape, fastest_by_shape, logarithms, rank
+from te_bench.reports.analysis.ranking import FastestByShape, fastest_by_shape, rank_times
 from te_bench.reports.analysis.rows import Configuration, Group, grouped
 
 SAMPLE = "kernel_s"
@@ -65,7 +65,7 @@ def _alone(group: Group, what: str, workload: str, settings: tuple[str, ...], wa
         times += found
         alike = (time for time in found if time.seconds and time.part != IN_FP8)
         timed = sorted(alike, key=lambda time: time.seconds or 0.0)
-        ranking = rank([logarithms(time.configuration, SAMPLE) for time in timed])
+        ranking = rank_times([time.configuration for time in timed], SAMPLE)
         ranked.append(([timed[place].name for place in ranking.order], len(ranking.best)))
     return Alone(what=what, times=tuple(times), fastest=fastest_by_shape(ranked))
 

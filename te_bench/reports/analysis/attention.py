@@ -16,7 +16,7 @@ from te_bench.reports.analysis.measures import (
     seconds_by_seed,
 )
 from te_bench.reports.analysis.naming import kernel_name
-from te_bench.reports.analysis.ranking import FastestByShape, fastest_by_shape, logarithms, rank
+from te_bench.reports.analysis.ranking import FastestByShape, fastest_by_shape, rank_times
 from te_bench.reports.analysis.rows import Configuration, Group, grouped
 
 
@@ -137,7 +137,7 @@ def _choices(times: Sequence[AttentionTime]) -> tuple[AttentionChoice, ...]:
 
 
 def _choice(times: Sequence[AttentionTime]) -> AttentionChoice:
-    ranking = rank([logarithms(time.configuration, *PASSES) for time in times])
+    ranking = rank_times([time.configuration for time in times], *PASSES)
     ranked = tuple(times[place] for place in ranking.order)
     over_next = paired_ratio(ranked[1].configuration, ranked[0].configuration, *PASSES) if ranked[1:] else None
     return AttentionChoice(times=ranked, best=len(ranking.best), over_next=over_next)

@@ -9,13 +9,17 @@ from te_bench.reports.analysis.rows import Configuration, Group
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LargestBatch:
-    """The largest batch that fits, its peak memory in bytes, and the smallest batch that does not fit."""
+    """The largest batch that fits, its peak memory in bytes, and the smallest batch that does not fit.
+
+    capped: the search ended there, and larger batches may fit.
+    """
 
     configuration: Configuration
     max_batch: float | None = None
     peak_allocated: float | None = None
     first_failed: float | None = None
     limit_gib: float | None = None
+    capped: bool = False
 
 
 def largest_batches(group: Group) -> tuple[LargestBatch, ...]:
@@ -35,5 +39,6 @@ def _largest(configuration: Configuration) -> LargestBatch:
         max_batch=largest,
         peak_allocated=highest(numbers(fitted)),
         first_failed=min(numbers(failed), default=None),
+        capped=all(record.work.get("capped") for record in configuration.ok) and largest is not None,
         limit_gib=finite(configuration.trial.problem.get("memory_limit_gib")),
     )

@@ -14,6 +14,9 @@ from te_bench.reports.analysis.rows import Configuration
 CONFIDENCE = 0.95
 LONGEST = 1e9  # seconds, 30 years: longer times are invalid
 
+Process = tuple[str, int]  # run and seed
+Values = Mapping[Process, float]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ratio:
@@ -131,8 +134,30 @@ def speedup(baseline: Configuration, configuration: Configuration) -> Ratio | No
 
 def paired_ratio(slower: Configuration, faster: Configuration, *samples: str) -> Ratio | None:
     """Return the seconds of `slower` over those of `faster`, paired by run and seed; each sums a process's medians."""
-    ours, theirs = (seconds_by_seed(each, *samples) for each in (faster, slower))
-    return geometric_mean([theirs[pair] / ours[pair] for pair in ours if pair in theirs])
+    theirs, ours = (seconds_by_seed(each, *samples) for each in (slower, faster))
+    logs = {pair: math.log(theirs[pair] / ours[pair]) for pair in ours if pair in theirs}
+    return geometric_mean([math.exp(log) for log in independent(logs, gpus_by_seed(slower), gpus_by_seed(faster))])
+
+
+def independent(pairs: Values, *gpus: Mapping[Process, str | None]) -> list[float]:
+    """Return the pairs' values, but one mean for all pairs of the same two GPUs.
+
+    Two chips differ, by 2 % for instance, alike in each of their pairs: such pairs are one observation, however many.
+    """
+    apart: dict[object, list[float]] = {}
+    for pair, value in pairs.items():
+        of = tuple(one.get(pair) for one in gpus)
+        apart.setdefault(of if len({*of} - {None}) > 1 else pair, []).append(value)
+    return [statistics.fmean(values) for values in apart.values()]
+
+
+def gpus_by_seed(configuration: Configuration) -> dict[Process, str | None]:
+    """Return {(run, seed): the uuid of the GPU that the process ran on}; None on a CPU."""
+    return {
+        (row.run, row.trial.seed): (row.record.device_state or {}).get("uuid")
+        for row in configuration.rows
+        if row.record
+    }
 
 
 def same_work(one: Configuration, other: Configuration) -> bool:
@@ -140,7 +165,7 @@ def same_work(one: Configuration, other: Configuration) -> bool:
     return len({record.work.get("tokens") for configuration in (one, other) for record in configuration.ok}) < 2
 
 
-def seconds_by_seed(configuration: Configuration, *samples: str) -> dict[tuple[str, int], float]:
+def seconds_by_seed(configuration: Configuration, *samples: str) -> dict[Process, float]:
     """Return {(run, seed): sum of the process's medians of these samples} for processes that have all of them."""
     found = {}
     for row in configuration.rows:

@@ -1,10 +1,11 @@
 """Rank configurations by paired processes: the best, those not distinguished from it with the reason, and the slower.
 
-The one with the least mean time is compared with each other one, process by process with the same seed. Another is slower
-if a one-sided t-test of the mean log-ratio says so at 5 % divided by the number of comparisons, at least two; the rest are
-not distinguished. The truly fastest is among these with a probability of 95 %, whichever was taken for the best: only an
-error in its own comparison removes it (Bonferroni; multiple comparisons with the best, after
-Gupta 1965, Technometrics 7:225, and Hsu 1984, Ann. Stat. 12:1136). Losses are compared in the same way, by differences.
+Of those that share two pairs with another one, that with the least mean time is compared with each other one, process by
+process with the same seed. Another is slower if a one-sided t-test of the mean log-ratio says so at 5 % divided by the
+number of comparisons, at least two; the rest are not distinguished. The truly fastest is among these with a probability of
+95 %, whichever was taken for the best: only an error in its own comparison removes it (Bonferroni; multiple comparisons
+with the best, after Gupta 1965, Technometrics 7:225, and Hsu 1984, Ann. Stat. 12:1136). Losses are compared in the same
+way, by differences. Pairs of the same two GPUs count as one.
 """
 
 import math
@@ -16,14 +17,23 @@ from dataclasses import dataclass
 from scipy.special import stdtrit
 
 from te_bench.experiments import host
-from te_bench.reports.analysis.measures import CONFIDENCE, Ratio, same_work, seconds_by_seed, speedup
+from te_bench.reports.analysis.measures import (
+    CONFIDENCE,
+    Process,
+    Ratio,
+    Values,
+    gpus_by_seed,
+    independent,
+    same_work,
+    seconds_by_seed,
+    speedup,
+)
 from te_bench.reports.analysis.naming import plain_names, whose
 from te_bench.reports.analysis.rows import Configuration
 from te_bench.reports.analysis.steps import MeasuredStep
 
-Values = Mapping[tuple[str, int], float]  # of processes, by run and seed
-
-FASTEST, TIED, SLOWER, ALONE = WORDS = "fastest", "not distinguished", "slower", "one run"
+FASTEST, TIED, SLOWER = WORDS = "fastest", "not distinguished", "slower"
+ALONE, UNPAIRED = "one run", "shares no two runs with the fastest"  # what cannot be ranked
 FEW = 5  # up to this number of processes, words say "only"
 
 
@@ -45,13 +55,22 @@ class Ranking:
         return (*self.best, *self.worse, *self.alone)
 
 
-def rank(values: Sequence[Values]) -> Ranking:
-    """Rank by paired differences, smaller is better; `values` come in the order of their estimates, the least first."""
-    first = next((place for place, found in enumerate(values) if len(found) > 1), 0)
-    least = values[first] if values else {}
-    differences = [[value - least[pair] for pair, value in found.items() if pair in least] for found in values]
-    rivals = [place for place, found in enumerate(differences) if place != first and len(found) > 1]
-    if not rivals:
+def rank(values: Sequence[Values], gpus: Sequence[Mapping[Process, str | None]] = ()) -> Ranking:
+    """Rank by paired differences, smaller is better; `values` come in the order of their estimates, the least first.
+
+    gpus: each item's processes' GPUs, by which pairs of different GPUs count as `independent` says.
+    """
+    where = gpus or [{}] * len(values)
+    for first, least in enumerate(values):
+        differences = [
+            independent(
+                {pair: value - least[pair] for pair, value in found.items() if pair in least}, here, where[first]
+            )
+            for found, here in zip(values, where, strict=True)
+        ]
+        if rivals := [place for place, found in enumerate(differences) if place != first and len(found) > 1]:
+            break
+    else:
         return Ranking(best=(), worse=(), alone=tuple(range(len(values))))
     # At least two: with a single rival, its quoted two-sided 95 % interval could otherwise hold 1.
     worse = tuple(place for place in rivals if _above_0(differences[place], max(2, len(rivals))))
@@ -64,6 +83,14 @@ def _above_0(differences: Sequence[float], comparisons: int) -> bool:
     error = statistics.stdev(differences) / math.sqrt(len(differences))
     least = float(stdtrit(len(differences) - 1, 1 - (1 - CONFIDENCE) / comparisons))
     return error > 0 and statistics.fmean(differences) > least * error
+
+
+def rank_times(configurations: Sequence[Configuration], *samples: str) -> Ranking:
+    """Rank by the logarithms of `seconds_by_seed`: their differences are logarithms of ratios."""
+    values = [
+        {pair: math.log(seconds) for pair, seconds in seconds_by_seed(one, *samples).items()} for one in configurations
+    ]
+    return rank(values, [gpus_by_seed(one) for one in configurations])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,19 +106,24 @@ class StepRanking:
     @property
     def by_pairs(self) -> bool:
         """Whether a step lacks runs of the baseline's, so that its time is the baseline's over the paired speed-up."""
-        return len({step.speedup.n for step in self.steps if step.speedup and not step.is_baseline}) > 1
+        pairs = [(step.is_baseline, step.speedup.n) for step in self.steps if step.speedup]
+        return any(n < most for is_baseline, most in pairs if is_baseline for _, n in pairs)
 
     def word(self, step: MeasuredStep) -> str | None:
         """Return the word for a step's place; None if it was not ranked."""
         if step in self.fastest:
             return FASTEST if len(self.fastest) == 1 else TIED
-        return SLOWER if step in self.slower else ALONE if step in self.alone else None
+        if step in self.slower:
+            return SLOWER
+        if step in self.alone:
+            return ALONE if len(step.configuration.ok) == 1 else UNPAIRED
+        return None
 
 
 def rank_steps(steps: Sequence[MeasuredStep]) -> StepRanking:
     """Return the ranking of steps in the order of `measured_steps`, fastest first."""
     measured = _comparable(steps)
-    ranking = rank([logarithms(step.configuration, "latency_s") for step in measured])
+    ranking = rank_times([step.configuration for step in measured], "latency_s")
     fastest, slower, alone = (tuple(measured[p] for p in each) for each in (ranking.best, ranking.worse, ranking.alone))
     reason = why_tied([step.configuration for step in fastest]) if len(fastest) > 1 else ""
     return StepRanking(steps=tuple(steps), fastest=fastest, slower=slower, alone=alone, reason=reason)
@@ -167,11 +199,6 @@ def fastest_by_shape(shapes: Sequence[tuple[Sequence[str], int]]) -> FastestBySh
         else:
             (clear if best else once)[names[0]] += 1
     return FastestByShape(shapes=len(several), clear=clear, tied=tied, once=once)
-
-
-def logarithms(configuration: Configuration, *samples: str) -> dict[tuple[str, int], float]:
-    """Return the logarithms of `seconds_by_seed`: their differences are logarithms of ratios."""
-    return {pair: math.log(seconds) for pair, seconds in seconds_by_seed(configuration, *samples).items()}
 
 
 def why_tied(configurations: Sequence[Configuration]) -> str:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 from te_bench.reports.convergence.power import at_most, detectable, seeds_beyond, seeds_needed, tost_power
-from te_bench.reports.convergence.skewed import FEWEST, Mean, mean_of
+from te_bench.reports.convergence.skewed import FEWEST, LEAST_ALPHA, Mean, mean_of
 
 Array = NDArray[np.float64]
 
@@ -134,7 +134,7 @@ def compare(
     gaps = arms[0] - arms[1] if paired else None
     gap = float(arms[0].mean() - arms[1].mean() if gaps is None else gaps.mean())
     sd = math.hypot(*(arm.std(ddof=1) for arm in arms)) if gaps is None else float(gaps.std(ddof=1))
-    untold, same = _why_untested(arms, gap, sd, paired, called)
+    untold, same = _why_untested(arms, gap, sd, margin, paired, called)
     mean = None if untold else _welch(*arms) if gaps is None else mean_of(gaps)
     claims = claims_of(mean, margin) if mean else Claims(0.0, 0.0, 1.0) if same else UNCLAIMED
     interval = mean.interval(alpha) if mean else None
@@ -251,16 +251,16 @@ def _judged(
 
 
 def check_test(margin: float, alpha: float) -> None:
-    """Raise ValueError for a margin that is not positive and finite, or an alpha outside of (0, 0.5)."""
+    """Raise ValueError for a margin that is not positive and finite, or an alpha outside of [LEAST_ALPHA, 0.5)."""
     if not (math.isfinite(margin) and margin > 0):
         raise ValueError(f"margin {margin}: give the largest gap in loss that you would accept, above 0, such as 0.003")
     check_alpha(alpha)
 
 
 def check_alpha(alpha: float) -> None:
-    """Raise ValueError for an alpha outside of (0, 0.5)."""
-    if not 0 < alpha < 0.5:
-        raise ValueError(f"alpha {alpha}: give an error rate between 0 and 0.5, such as 0.05")
+    """Raise ValueError for an alpha outside of [LEAST_ALPHA, 0.5)."""
+    if not LEAST_ALPHA <= alpha < 0.5:
+        raise ValueError(f"alpha {alpha:g}: give an error rate from {LEAST_ALPHA:g} to below 0.5, such as 0.05")
 
 
 def level(alpha: float) -> str:
@@ -352,7 +352,7 @@ def _correlation(candidate: Array, control: Array) -> float | None:
 
 
 def _why_untested(
-    arms: tuple[Array, Array], gap: float, sd: float, paired: bool, called: str
+    arms: tuple[Array, Array], gap: float, sd: float, margin: float, paired: bool, called: str
 ) -> tuple[str | None, bool]:
     """Return why no test is possible, or None; and whether both arms ended on equal losses, over different seeds."""
     one = next((arm for arm in arms if np.ptp(arm) == 0), None)
@@ -369,6 +369,12 @@ def _why_untested(
                 "rounded give more decimals"
             ), False
     if paired and np.all(arms[0] == arms[1]):
+        digits = next((n for n in range(ROUNDED) if np.all(arms[0] == arms[0].round(n))), ROUNDED)
+        if 10.0**-digits > margin:
+            return (
+                f"all {arms[0].size} pairs ended on the very same loss, but losses of {digits} decimals hide a gap of the "
+                f"margin {margin:g}: give more decimals"
+            ), False
         return f"all {arms[0].size} pairs ended on the very same loss: both computed the same", True
     if sd <= SAME * max(float(np.abs(arm).max()) for arm in arms):
         return (

@@ -7,14 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from te_bench.reports.analysis.naming import first_of
-from te_bench.reports.convergence.loss_csv import LAST, Curve, Losses, broken, why_short
+from te_bench.reports.convergence.loss_csv import Curve, Losses, broken, why_short
 from te_bench.reports.convergence.skewed import FEWEST
-from te_bench.reports.convergence.stability import RISE, overfitting
-from te_bench.reports.logs.names import alike, is_loss, precision
+from te_bench.reports.convergence.stability import RISE, SURE, overfitting
+from te_bench.reports.logs.names import MORE_IS_BETTER, alike, is_loss, plain, precision
 
 Array = NDArray[np.float64]
 
-SURE = 2.0  # standard errors: a smaller move of a gap of training losses may be noise of single batches
 _OWN_RUNS = "of one table for both, its runs: --baseline 'both.csv:bf16-*' --candidate 'both.csv:fp8-*'"
 NAMED = 5  # seeds that a message names at most
 FEWEST_POINTS = 3  # the first is often the loss of the initial weights
@@ -163,11 +162,12 @@ def why_moving(baseline: Losses, candidate: Losses, margin: float) -> str | None
 
 def why_overfitted(baseline: Losses, margin: float) -> str | None:
     """Return why final losses prove nothing if the baseline's mean curve ends more than `margin` above its minimum."""
-    if baseline.training or min((len(curve.step) for curve in baseline.curves.values()), default=0) < FEWEST_POINTS:
+    fewest = min((len(curve.step) for curve in baseline.curves.values()), default=0)
+    if baseline.training or not baseline.judges_loss or fewest < FEWEST_POINTS:
         return None
     first = max(curve.step[0] for curve in baseline.curves.values())
     at = np.array(sorted({step for curve in baseline.curves.values() for step in curve.step if step >= first}))
-    rise = overfitting(at, _mean(baseline, at))
+    rise = overfitting(at, _curves(baseline, at))
     if rise <= margin:
         return None
     return (
@@ -207,9 +207,11 @@ def note_names(baseline: Losses, candidate: Losses) -> str | None:
 
 
 def note_measure(baseline: Losses, candidate: Losses) -> str | None:
-    """Return a note on a metric whose name is not a loss's, or None."""
+    """Return a note on a metric whose name is not a loss's, or None. Raises ValueError for one of which more is better."""
     called = next((arm.metric for arm in (baseline, candidate) if arm.metric and not is_loss(arm.metric)), None)
-    return f"{called} is judged as a loss is: more is worse" if called else None
+    if called and set(plain(called).split("_")) & MORE_IS_BETTER:
+        raise ValueError(f"{called}: more of it is better, and te-bench judges what is better where it is less: a loss")
+    return f"{called} is judged as a loss is: more is worse; read its unit for nat" if called else None
 
 
 def note_intervals(baseline: Losses, candidate: Losses) -> str | None:
@@ -223,7 +225,7 @@ def note_intervals(baseline: Losses, candidate: Losses) -> str | None:
 
 
 def _late_steps(arm: Losses) -> set[float]:
-    return {step for curve in arm.curves.values() for step in curve.step if step >= (1 - LAST) * curve.step[-1]}
+    return {step for curve in arm.curves.values() for step in curve.step if step >= curve.late}
 
 
 def note_order(baseline: Losses, candidate: Losses) -> str | None:
@@ -252,13 +254,17 @@ def _reach(at: Array) -> str:
 
 def _late(curves: Sequence[Curve]) -> Array:
     end = min(curve.step[-1] for curve in curves)
-    start = min(end - LAST * end, *(curve.step[-2] for curve in curves))
+    start = min(at for curve in curves for at in (curve.late, curve.step[-2]))
     start = max(start, *(curve.step[0] for curve in curves))
     return np.array([start, *sorted({step for curve in curves for step in curve.step if start < step <= end})])
 
 
+def _curves(arm: Losses, at: Array) -> Array:
+    return np.array([np.interp(at, curve.step, curve.loss) for curve in arm.curves.values()])
+
+
 def _mean(arm: Losses, at: Array) -> Array:
-    return np.asarray(np.mean([np.interp(at, curve.step, curve.loss) for curve in arm.curves.values()], axis=0))
+    return np.asarray(_curves(arm, at).mean(axis=0))
 
 
 def _moved(at: Array, values: Array) -> tuple[float, float]:

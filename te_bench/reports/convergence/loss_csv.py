@@ -18,7 +18,7 @@ from te_bench.reports.convergence.stability import sustained_rises
 from te_bench.reports.logs import TORN, LogFile
 from te_bench.reports.logs.names import VALIDATION, is_loss, is_trained, plain, precision, without_side
 from te_bench.reports.logs.rows import STEP
-from te_bench.reports.logs.table import SEED, SPAN, TIMES, WANDB, Table, number, number_at, numeric, table_of
+from te_bench.reports.logs.table import SEED, SPAN, TIMES, WANDB, Table, number, number_at, numeric, step_at, table_of
 
 LOSS = (*VALIDATION, "final_loss", "loss", "value")  # the first of these that a file has is its loss
 LAST = 0.1  # the last share of training: training losses are its mean, and a gap must not move in it
@@ -35,6 +35,13 @@ class Curve:
 
     step: tuple[float, ...]
     loss: tuple[float, ...]
+
+    @property
+    def late(self) -> float:
+        """The step at which the last tenth begins of what the run trained: it began an interval before its first loss."""
+        first, last = self.step[0], self.step[-1]
+        before = first - (self.step[1] - first) if len(self.step) > 1 else first
+        return last - LAST * (last - (before if first < 0 else max(0.0, before)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +62,11 @@ class Losses:
     broke: Mapping[str, str] = field(default_factory=dict)  # runs of which the source tells that they broke, and why
     short: Mapping[str, str] = field(default_factory=dict)  # runs that may end before they did, and why
 
+    @property
+    def judges_loss(self) -> bool:
+        """Whether it is a loss, in nat, as far as its name tells: not a perplexity, which may rise by more than RISE."""
+        return self.metric is None or is_loss(self.metric)
+
 
 def read(file: LogFile, runs: str | None = None) -> Losses:
     """Return one arm's losses from a file in one of these layouts; comments (#) and blank lines are skipped.
@@ -63,7 +75,7 @@ def read(file: LogFile, runs: str | None = None) -> Losses:
     step, loss, seed, or a step and a column for each seed, named by its number. Weights & Biases: "Step" and a column
     "run - metric" for each run, without its __MIN and __MAX. Its "Step" counts log calls; a column "run -
     train/global_step" or similar has the run's steps. The final loss of a curve is its last, but a training loss is the
-    mean over the last tenth of the steps, because the last is that of one batch. Losses may be NaN or infinite (`broken`
+    mean over the last tenth of the run, because the last is that of one batch. Losses may be NaN or infinite (`broken`
     finds these runs); leave cells empty that were not logged. `runs`: a pattern of the names of the arm's runs, in a file
     that holds others, too.
 
@@ -79,7 +91,11 @@ def read(file: LogFile, runs: str | None = None) -> Losses:
 
 
 def _of_runs(table: Table, runs: str) -> tuple[Table, list[str]]:
-    """Return a table of only the runs whose names match a pattern, and these names."""
+    """Return a table of only the runs whose names match a pattern, and these names; a label of rows stands for a name."""
+    for label in _labels(table):
+        named = list(dict.fromkeys(row[label] for _, row in table.rows))
+        if chosen := [name for name in named if fnmatch(name.lower(), runs.lower())]:
+            return replace(table, rows=tuple((n, row) for n, row in table.rows if row[label] in chosen)), chosen
     seed, header = table.column(SEED), table.header or ()
     of = {c: name.rpartition(WANDB)[0] for c, name in enumerate(header) if WANDB in name}
     named = list(dict.fromkeys(of.values() if seed is None else (row[seed] for _, row in table.rows)))
@@ -94,10 +110,16 @@ def _of_runs(table: Table, runs: str) -> tuple[Table, list[str]]:
     return replace(table, header=tuple(header[c] for c in kept), rows=rows), chosen
 
 
+def _labels(table: Table) -> list[int]:
+    """Return the columns of text, which may name the side."""
+    seed = table.column(SEED)
+    width = len(table.rows[0][1])
+    return [c for c in range(width) if c != seed and not any(numeric(row[c]) or not row[c] for _, row in table.rows)]
+
+
 def late_mean(curve: Curve) -> float:
-    """Return the mean loss over the last tenth of the steps."""
-    start = curve.step[-1] - LAST * abs(curve.step[-1])  # steps may be negative
-    late = [loss for step, loss in zip(curve.step, curve.loss, strict=True) if step >= start]
+    """Return the mean loss over the last tenth of the run."""
+    late = [loss for step, loss in zip(curve.step, curve.loss, strict=True) if step >= curve.late]
     return sum(late) / len(late)
 
 
@@ -129,7 +151,9 @@ def broken(arm: Losses) -> dict[str, str]:
             found[seed] = f"the loss is {curve.loss[at]} at step {curve.step[at]:g}"
         elif not math.isfinite(final):
             found[seed] = f"the final loss is {final}"
-        elif curve and (rises := sustained_rises(curve.step, curve.loss)) and rises[-1].last is None:
+        elif (
+            curve and arm.judges_loss and (rises := sustained_rises(curve.step, curve.loss)) and rises[-1].last is None
+        ):
             rise = rises[-1]
             found[seed] = (
                 f"the loss rose {rise.height:.2g} above its minimum by step {rise.first:g} and did not come back"
@@ -138,10 +162,7 @@ def broken(arm: Losses) -> dict[str, str]:
 
 
 def _point(table: Table, line: int, step: str, loss: str) -> _Point:
-    at = number_at(table, line, step)
-    if not math.isfinite(at):
-        raise ValueError(f"{table.path}, line {line}: the step is {step}: give a finite number")
-    return line, at, number_at(table, line, loss)
+    return line, step_at(table, line, step), number_at(table, line, loss)
 
 
 def _other_axis(table: Table, name: str) -> ValueError:
@@ -181,7 +202,7 @@ def _finals(source: str, table: Table) -> Losses:
             "another seed; write nan for a run that diverged, or add a column seed"
         )
     final: dict[str, float] = {}
-    texts = [c for c in range(width) if c not in (seed, *columns)]
+    texts = _labels(table)
     for place, (line, row) in enumerate(table.rows, start=1):
         name = row[seed] if seed is not None else str(place)
         if name in final:

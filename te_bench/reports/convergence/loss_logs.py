@@ -17,7 +17,7 @@ from pathlib import Path
 
 from te_bench.reports.analysis.naming import first_of
 from te_bench.reports.convergence import loss_csv
-from te_bench.reports.convergence.loss_csv import LAST, Curve, Losses, broken, digest, late_mean, of_curves, seeds_of
+from te_bench.reports.convergence.loss_csv import Curve, Losses, broken, digest, late_mean, of_curves, seeds_of
 from te_bench.reports.logs import FORMATS, HEAD, LogFile, LogFormat, Series
 from te_bench.reports.logs.names import TRAINING, VALIDATION, is_held_out, is_loss, plain
 from te_bench.reports.logs.rows import of_json
@@ -482,7 +482,7 @@ def _notes(arm: _Arm, chosen: Sequence[tuple[_Run, _Loss]], validated: bool) -> 
 
 
 def _ends_early(validation: Curve, training: _Loss | None) -> bool:
-    return training is not None and validation.step[-1] < (1 - LAST) * training.curve.step[-1]
+    return training is not None and validation.step[-1] < training.curve.late
 
 
 def _seeds(logs: Sequence[_Log]) -> list[str]:

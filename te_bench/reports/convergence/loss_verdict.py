@@ -229,10 +229,10 @@ def _needed(found: LossVerdict, c: LossComparison) -> str:
     if found.verdict is not Verdict.INCONCLUSIVE:
         runs = f"{c.n} pairs" if c.paired else f"{c.n} runs against {c.n_control}"
         said = f"A verdict stands with {runs}."
-        if c.seeds_needed is None or found.verdict is Verdict.INFERIOR:
+        if c.seeds_needed_at_gap is None:
             return said
-        anew = f"{c.seeds_needed}{'' if c.paired else ' a side'}"
-        return f"{said} A study planned anew would take {anew} to reach one in 80 % of cases."
+        anew = f"{max(FEWEST, c.seeds_needed_at_gap)}{'' if c.paired else ' a side'}"
+        return f"{said} Planned anew, a study would take {anew} to reach one in 80 % of cases, by this gap and spread."
     if found.reason != c.reason:  # the curves forbid a verdict, whatever their ends show
         return f"More seeds alone do not help: {found.reason}."
     few, each = c.seeds_needed_at_gap, "pairs" if c.paired else "seeds a side"

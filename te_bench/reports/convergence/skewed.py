@@ -36,6 +36,7 @@ TABLE = Path(__file__).with_name("skewed.json")
 # The table's numbers of gaps and levels, and its number of simulated cases, by which a level of 5 % is off by 0.04 points.
 _NUMBERS = (*range(3, 21), 24, 30, 40, 60, MOST)
 _LEVELS = (*(10 ** (k / 5 - 5) for k in range(19)), 0.05, *(k / 10 for k in range(1, 10)), 0.97, 0.99, 0.999)
+LEAST_ALPHA = _LEVELS[0]  # no test is tabled below
 _TABLED = 400_000
 _CHUNK = 20_000
 
@@ -119,7 +120,7 @@ def typical_reach(df: float, alpha: float) -> float:
 
 
 def _level(values: Array, alpha: float) -> float:
-    if alpha < _LEVELS[0]:
+    if alpha < LEAST_ALPHA:
         return -math.inf  # too rare to simulate: no claim
     return float(np.sinh(np.interp(math.log(alpha), np.log(_LEVELS), np.arcsinh(values))))
 

@@ -1,5 +1,6 @@
 """Check whether a run stayed stable: non-finite losses, lasting rises, spikes, and confidence bounds of their rates."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ Array = NDArray[np.float64]
 # never rose by more than 0.03 over its minimum, while single losses rose by 0.11.
 RISE_WINDOW = 17  # odd, because the median of an even number lies between two losses
 RISE = 0.5  # nat
+SURE = 2.0  # standard errors: what moves by fewer may be noise
 SPIKE_WINDOW = 128  # logged points before the judged one, as in llm.c's outlier detector
 FEWEST_BEFORE = 32  # the MAD of fewer points is off by more than 15 %
 # In robust standard deviations. Of 29,232 training losses (nanoGPT's character model on an H200, 3 runs in BF16 and 3 in
@@ -98,12 +100,19 @@ def sustained_rises(steps: Sequence[float] | Array, loss: Sequence[float] | Arra
     return tuple(found)
 
 
-def overfitting(steps: Sequence[float] | Array, loss: Sequence[float] | Array) -> float:
-    """Return how far a loss ends above its minimum in nat, by means over tenths of the steps: one low point is chance."""
-    at, losses = np.asarray(steps, dtype=np.float64), np.asarray(loss, dtype=np.float64)
+def overfitting(steps: Sequence[float] | Array, losses: Sequence[Sequence[float]] | Array) -> float:
+    """Return how far the mean of the seeds' losses (seeds, steps) ends above its minimum, in nat.
+
+    It goes by means over tenths of the steps, because one low point is chance; so is a rise of fewer than SURE standard
+    errors over the seeds, which is 0.
+    """
+    at, curves = np.asarray(steps, dtype=np.float64), np.asarray(losses, dtype=np.float64)
     tenth = np.minimum((10 * (at - at[0]) / max(at[-1] - at[0], 1e-9)).astype(np.int64), 9)
-    means = [float(losses[tenth == k].mean()) for k in np.unique(tenth)]
-    return means[-1] - min(means)
+    means = np.stack([curves[:, tenth == k].mean(axis=1) for k in np.unique(tenth)])
+    rises = means[-1] - means[means.mean(axis=1).argmin()]
+    error = rises.std(ddof=1) / math.sqrt(rises.size) if rises.size > 1 else 0.0
+    rise = float(rises.mean())
+    return rise if rise > SURE * error else 0.0
 
 
 def spikes(steps: Sequence[float] | Array, values: Sequence[float] | Array) -> tuple[float, ...]:

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from te_bench.experiments.problems import TrainingProblem
 from te_bench.experiments.spec import Trial
 from te_bench.reports.convergence.equivalence import Verdict
@@ -26,7 +24,7 @@ def _why_overfitted(control: StudyArm, margin: float) -> str | None:
         at = [step for step in at if step > EVALUATED_FULLY * float(control.trial.problem["steps"] or 0)]
     if len(at) < FEWEST_POINTS:
         return None
-    rise = overfitting(at, np.mean([losses_at(control, seed, at) for seed in seeds], axis=0))
+    rise = overfitting(at, [losses_at(control, seed, at) for seed in seeds])
     if rise <= margin:
         return None
     return (

@@ -10,7 +10,7 @@ from typing import Any
 from te_bench.experiments.spec import Record, Scalar, Trial, digest
 from te_bench.experiments.store import Plan, Store
 from te_bench.reports.analysis.naming import FOREIGN
-from te_bench.reports.analysis.rows import environment_labels, printable
+from te_bench.reports.analysis.rows import environment_labels, printable, trial_of
 from te_bench.reports.exchange.pytest_export import SCHEMA
 
 
@@ -42,25 +42,35 @@ def _is_benchmark(value: object) -> bool:
     return isinstance(value.get("fullname"), str) and bool(value["fullname"])
 
 
-def write(file: Path, directory: Path) -> tuple[int, int]:
-    """Write the benchmarks of a file into DIR's journal; return (records added, records that were there).
+def write(file: Path, directory: Path) -> tuple[int, int, int]:
+    """Write the benchmarks of a file into DIR's journal; return (records added, that were there, not taken).
 
+    A record is not taken if the journal has another measurement of its trial in its environment.
     Raises ValueError as `read` does, for benchmarks without raw rounds, and if DIR cannot be written or is in use.
     """
     environment, plans, records = journal(read(file), file.name)
-    added = 0
+    added = others = 0
     with Store(directory) as store:
         store.add_environment(environment)
-        planned = {(plan.suite, plan.environment, plan.started_at) for plan in store.journal.plans}
-        for plan in plans:
-            if (plan.suite, plan.environment, plan.started_at) not in planned:
+        planned: dict[tuple[str, ...], set[str]] = {}
+        for plan in store.journal.plans:
+            planned.setdefault(_run(plan), set()).update(trial_of(value).id for value in plan.trials)
+        for plan in plans:  # an export with --only has a part of a run's plan
+            if not {trial_of(value).id for value in plan.trials} <= planned.get(_run(plan), set()):
                 store.add_plan(plan)
         for record in records:
             known = store.journal.records.get(record.key)
             if known is None or (known.outcome == "interrupted" and record.outcome != "interrupted"):
                 store.add(record)
                 added += 1
-    return added, len(records) - added
+            elif record.outcome != "interrupted":
+                others += (known.started_at, known.samples) != (record.started_at, record.samples)
+    return added, len(records) - added - others, others
+
+
+def _run(plan: Plan) -> tuple[str, ...]:
+    """Return what plans of one run have in common."""
+    return plan.suite, plan.environment, plan.started_at
 
 
 def describe(file: Path) -> list[str]:

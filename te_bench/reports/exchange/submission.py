@@ -28,7 +28,7 @@ class Submission:
     folder: str  # h200/speed-b64
     gpu: str
     journal: Journal
-    missing: str | None  # why some of the suite's trials were not run
+    missing: str | None  # why some of the suite's trials have no result
     lacks: tuple[str, ...]  # a sentence each
 
 
@@ -146,6 +146,9 @@ def _of_records(journal: Journal, gpu: str) -> Iterator[str]:
             what = f"is of commit {commit[:7]} with uncommitted changes" if commit else "names no commit"
             yield f"Environment {key} {what}: run it again from a checkout of a commit without changes."
     records = list(journal.records.values())
+    if records and all(record.outcome != "ok" for record in records):
+        yield f"None of {len(records)} trials ended ok: there is nothing to publish."
+        return
     for what, found in {
         "failed the check": [record for record in records if record.outcome == "failed_check"],
         "were interrupted": [record for record in records if record.outcome == "interrupted"],
@@ -168,7 +171,14 @@ def _of_plan(journal: Journal, missing: str | None) -> Iterator[str]:
         yield f"Today's suite {suite} does not have {_count(old)}: run today's code."
     if absent and not missing:
         yield f"The suite {suite} has no record of {_count(absent)}: run it, or give the reason with --missing."
-    if missing and not absent:
+    records = list(journal.records.values())
+    broken = [record.trial.name for record in records if record.outcome in ("crashed", "timeout")]
+    if broken and not missing:
+        yield (
+            f"{len(broken)} of {len(records)} trials crashed or ran out of time, {broken[0]} first: run them again, or give "
+            "the reason with --missing."
+        )
+    if missing and not absent and not broken:
         yield "Nothing of the suite is missing: leave out --missing."
 
 

@@ -5,7 +5,7 @@ measurement of one run in one environment: the median over processes of each pro
 may differ between points.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,7 +26,7 @@ _MACHINE = ("device", "gpu", "cpu", "cores", "threads")
 class HistoryPoint:
     """The measurement of one run in one environment. Times are UTC, ISO 8601.
 
-    at: the time that orders points: the commit's if all points of the series have one, else the measurement's.
+    at: the time that orders points: the commit's if all points of the family have one, else the measurement's.
     """
 
     run: str
@@ -125,15 +125,22 @@ def from_journals(journals: Mapping[str, Journal], *, only: str | None = None, a
             if only and measured
             else "no record of these runs has timed samples: there is no history to show"
         )
+    families = grouped(chosen, lambda key: (_family(trials[key[0]]) + TIMED[key[1]], key[2]))
+    dated = {
+        key: all(_commit_time(bodies[place]) for other in keys for place in chosen[other])
+        for keys in families.values()
+        for key in keys
+    }
+    labels = _labels({machine for _, _, machine in chosen})
     series = []
     for (cell, quantity, machine), found in chosen.items():
-        points = _points(found, bodies, quantity)
+        points = _points(found, bodies, quantity, dated=dated[cell, quantity, machine])
         series.append(
             TimeSeries(
                 name=plain[cell] + TIMED[quantity].replace("/", ", "),
                 only=names[cell] + TIMED[quantity],
                 family=_family(trials[cell]) + TIMED[quantity],
-                where=_where(machine),
+                where=labels[machine],
                 points=points,
                 found=segment([point.seconds for point in points], alpha=alpha),
             )
@@ -145,10 +152,10 @@ def _points(
     found: Mapping[tuple[str, str], Sequence[Record]],
     bodies: Mapping[tuple[str, str], Mapping[str, Any]],
     quantity: str,
+    *,
+    dated: bool,
 ) -> tuple[HistoryPoint, ...]:
-    """Return the points of one series in order of commit times, or of measurement times if a commit time is missing."""
-    times = {place: (bodies[place].get("details") or {}).get("git_commit_time") for place in found}
-    dated = all(times.values())
+    """Return the points of one series in order of commit times if `dated`, else of measurement times."""
     points = []
     for place, records in found.items():
         seconds = measures.typical(records, quantity)
@@ -159,13 +166,17 @@ def _points(
             HistoryPoint(
                 run=place[0],
                 environment=place[1],
-                at=_utc(times[place]) if dated else measured_at,
+                at=_utc(_commit_time(bodies[place])) if dated else measured_at,
                 measured_at=measured_at,
                 commit=_commit(bodies[place]),
                 seconds=seconds,
             )
         )
     return tuple(sorted(points, key=lambda point: point.order))
+
+
+def _commit_time(body: Mapping[str, Any]) -> Any:
+    return (body.get("details") or {}).get("git_commit_time")
 
 
 def _utc(stamp: Any) -> str:
@@ -202,10 +213,15 @@ def _family(trial: Trial) -> str:
     return printable("/".join(trial.name.split("/")[:2]))
 
 
-def _where(machine: Sequence[Any]) -> str:
-    """Return the name of a machine given by _MACHINE: its GPU, or its CPU with cores and threads."""
-    _, gpu, cpu, cores, threads = machine
-    if gpu:
-        return printable(str(gpu))
-    parts = [str(cpu or "unknown machine"), *([f"{cores} cores"] if cores else [])]
-    return printable(", ".join([*parts, *([f"{threads} threads"] if threads and threads != cores else [])]))
+def _labels(machines: Collection[Sequence[Any]]) -> dict[Sequence[Any], str]:
+    """Return {machine, by _MACHINE: its GPU}; its CPU if it has no GPU; both where several machines have that GPU."""
+    gpus = [gpu for _, gpu, *_ in machines if gpu]
+    found = {}
+    for machine in machines:
+        _, gpu, cpu, cores, threads = machine
+        parts = [str(gpu)] if gpu else []
+        if gpus.count(gpu) != 1:
+            parts += [str(cpu or "unknown machine"), *([f"{cores} cores"] if cores else [])]
+            parts += [f"{threads} threads"] if threads and threads != cores else []
+        found[machine] = printable(", ".join(parts))
+    return found

@@ -12,7 +12,10 @@ TRAINING = (
     "loss", "train_loss", "training_loss", "loss_train", "loss_training", "lm_loss", "loss_metrics_global_avg_loss",
     "train_loss_step", "train_loss_epoch", "reduced_train_loss",
 )  # fmt: skip
-
+#: Words in the names of metrics of which more is better.
+MORE_IS_BETTER = frozenset(
+    ("acc", "accuracy", "bleu", "f1", "mfu", "precision", "recall", "reward", "rouge", "throughput")
+)
 
 #: What tells a pair's runs apart in their names, with the marks that join it to the rest.
 _WORDS = (

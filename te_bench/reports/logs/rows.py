@@ -33,9 +33,10 @@ _Row = Mapping[str, float]
 def series_of(rows: Iterable[Mapping[str, Any]], place: object, blank: str = "null") -> Series:
     """Every column of numbers, its points in the rows' order.
 
-    The step is the first of STEP that every row with that value has, or the row's number where none is. A step that starts
-    again with each epoch goes on over the epochs. Rows of named ranks are put side by side. `blank`: what stands for a
-    value that is none. Raises ValueError, with `place`, for losses whose steps start again without an epoch.
+    The step is the first of STEP that every row with that value has, else that most of them have, which are left out
+    without it, or the row's number where no row has a step. A step that starts again with each epoch goes on over the
+    epochs. Rows of named ranks are put side by side. `blank`: what stands for a value that is none. Raises ValueError, with
+    `place`, for losses whose steps start again without an epoch, and for losses of which fewer than half have a step.
     """
     numbers: list[_Row] = []
     empty: dict[str, list[int]] = {}
@@ -49,9 +50,17 @@ def series_of(rows: Iterable[Mapping[str, Any]], place: object, blank: str = "nu
                 known.setdefault(name, []).append(len(numbers))
         numbers.append(values)
     axes = {name: axis for name in STEP if (axis := _axis(name, numbers)) is not None}
-    losses, blanks = {}, {}
+    losses, blanks, notes = {}, {}, []
     for name, at in known.items():
         had = [step for step in axes if all(step in numbers[n] for n in at)]
+        if not had and is_loss(name) and (counts := {step: sum(step in numbers[n] for n in at) for step in axes}):
+            step = max(counts, key=counts.__getitem__)
+            without = len(at) - counts[step]
+            if counts[step] and 2 * without >= len(at):
+                raise ValueError(f"{place}: {without} of {len(at)} rows with {name} have no {step}: give each its step")
+            if counts[step]:
+                notes.append(f"{place}: {name} is left out of the rows without {step}, {without} of {len(at)}")
+                had, at = [step], [n for n in at if step in numbers[n]]
         axis = next((axes[step] for step in had if axes[step]), None if had else {})
         if axis is None and is_loss(name):
             raise ValueError(
@@ -67,7 +76,7 @@ def series_of(rows: Iterable[Mapping[str, Any]], place: object, blank: str = "nu
             first, last = (axis.get(n, float(n)) for n in (missing[0], missing[-1]))
             told = f"steps {first:g} to {last:g} have" if first != last else f"step {first:g} has"
             blanks[name] = f"{told} {blank} for {name}"
-    return Series(losses=losses, blank=blanks)
+    return Series(losses=losses, blank=blanks, notes=tuple(notes))
 
 
 def of_json(text: str | bytes) -> Any:
@@ -102,7 +111,9 @@ def _axis(name: str, rows: Sequence[_Row]) -> dict[int, float] | None:
     for (before, n), step, rise in zip(pairwise(at), steps[1:], rises, strict=True):
         epochs = [None if name == "epoch" else rows[k].get("epoch") for k in (before, n)]
         if None not in epochs and epochs[0] != epochs[1] and (rise < 0 or same):
-            passed = first.get(epochs[1], passed + 1)  # an epoch that is known is gone through again, by a resumed run
+            # An epoch that is known is gone through again, by a resumed run; so is a part of one that is passed.
+            later = all(known is None or rows[n]["epoch"] > known for known in first)
+            passed = first.get(epochs[1], passed + later)
         elif rise < 0 and step <= steps[0]:
             return {}
         first.setdefault(epochs[1], passed)
@@ -111,7 +122,9 @@ def _axis(name: str, rows: Sequence[_Row]) -> dict[int, float] | None:
 
 
 def _numbers(row: Mapping[str, Any]) -> _Row:
-    return {name: number for name, value in row.items() if (number := _number(value)) is not None}
+    found = {name: number for name, value in row.items() if (number := _number(value)) is not None}
+    written = {name: row[name] for name in STEP if isinstance(row.get(name), str) and row[name].strip().isdecimal()}
+    return found | {name: float(digits) for name, digits in written.items()}
 
 
 def _number(value: Any) -> float | None:

@@ -1,6 +1,7 @@
 """Read tables of text: a CSV's header and cells, with line numbers for messages."""
 
 import csv
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,3 +118,11 @@ def number_at(table: Table, line: int, cell: str) -> float:
         comma = ": write decimals with a point, not a comma" if numeric(cell) else ""
         raise ValueError(f"{table.path}, line {line}: {cell!r} is not a number{comma}")
     return value
+
+
+def step_at(table: Table, line: int, cell: str) -> float:
+    """Return the cell as a step. Raises ValueError, with the line, if it is empty, text, NaN or infinite."""
+    step = number_at(table, line, cell)
+    if not math.isfinite(step):
+        raise ValueError(f"{table.path}, line {line}: the step is {cell}: give a finite number")
+    return step

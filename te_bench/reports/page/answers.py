@@ -263,14 +263,19 @@ def _memory(result: GroupResult) -> list[Part]:
     for what, peak in peaks:
         of_baseline = next((p for step in steps if step.is_baseline and (p := peak(step))), None)
         charts += _least_first(what, [(peak(step), step.configuration.label) for step in steps], text.gib, of_baseline)
-    batches = [(one.max_batch or 0.0, one.configuration.label) for one in result.largest_batches]
-    most = [one for one in sorted(batches, key=lambda one: -one[0]) if one[0]]
+    most = [
+        TextBar(
+            name=one.configuration.label,
+            value=one.max_batch,
+            shown=text.count(one.max_batch, or_more=one.capped),
+        )
+        for one in result.largest_batches  # largest first
+        if one.max_batch
+    ]
     if most:
-        (largest, name), (smallest, _) = most[0], most[-1]
-        fewest = f"; the fewest: {text.count(smallest)}" if len(most) > 1 else ""
-        charts.append(f"The most: {name}, {text.count(largest)} sequences{fewest}.")
-    bars = (TextBar(name=name, value=size, shown=text.count(size)) for size, name in most)
-    charts += _chart("Sequences of the largest batch that fits", bars)
+        fewest = f"; the fewest: {most[-1].shown}" if len(most) > 1 else ""
+        charts.append(f"The most: {most[0].name}, {most[0].shown} sequences{fewest}.")
+    charts += _chart("Sequences of the largest batch that fits", most)
     ranks = [(step.memory.get("peak"), step.configuration.label) for step in result.scaled]
     return [*charts, *_least_first("GiB at the peak of the fullest rank", ranks, text.gib)]
 

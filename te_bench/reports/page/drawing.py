@@ -94,6 +94,12 @@ def blank(height: float) -> Figure:
     return Figure(figsize=(WIDTH, height), dpi=200, layout="constrained")
 
 
+def line_style(place: int) -> dict[str, Any]:
+    """Return colour and marker of a figure's line; of 49 lines no two have the same pair."""
+    marker = MARKERS[(place + place // len(COLOURS)) % len(MARKERS)]
+    return {"color": COLOURS[place % len(COLOURS)], "marker": marker}
+
+
 def without_y(axes: Axes) -> None:
     """Remove ticks and line at the left, where names stand above their bars."""
     axes.set_yticks([])

@@ -1,5 +1,6 @@
 """Show environments: settings, the state of devices during a run, packages, and the commands to repeat it."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ _THROTTLING = {
 }
 _OF_A_HOST = ("os", "kernel", "memory_bytes", *OF_TIMES)
 _FIRST = ("gpu", "cpu", "cores", "memory_bytes", "driver", "cuda", "cudnn", "torch", "triton", "python", "os", "code")
+_UNIT = re.compile("_(bytes|w|hz)$")
 _STATE = (
     ("SM clock, MHz", "sm_clock_hz", 1e-6),
     ("memory clock, MHz", "memory_clock_hz", 1e-6),
@@ -50,7 +52,7 @@ def shown_environment(results: Results, key: str) -> dict[str, Any]:
         "id": key,
         "name": groups[0].where,
         "settings": {
-            printable(k.removesuffix("_bytes").replace("_", " ")): printable(_setting(k, v))
+            printable(_UNIT.sub("", k).replace("_", " ")): printable(_setting(k, v))
             for k, v in known.items()
             if v is not None
         },
@@ -63,7 +65,7 @@ def shown_environment(results: Results, key: str) -> dict[str, Any]:
 def _listed(states: Sequence[Mapping[str, Any]], name: str) -> str | None:
     """Return the values of the records' hosts, as a range for numbers; None if no record has one."""
     words = {str(state[name]) for state in states if state.get(name) is not None}
-    return _range(states, name, 1.0) or "; ".join(sorted(words)) or None
+    return _range(states, name, 1e-6 if name.endswith("_hz") else 1.0) or "; ".join(sorted(words)) or None
 
 
 def _range(states: Sequence[Mapping[str, Any]], sample: str, scale: float) -> str:
@@ -82,6 +84,9 @@ def _throttling(reasons: object) -> list[str]:
 def _setting(name: str, value: object) -> str:
     if name.endswith("_bytes") and isinstance(value, int):
         return f"{value / 2**30:.1f} GiB"
+    if name.endswith(("_w", "_hz")):
+        scale, unit = (1.0, "W") if name.endswith("_w") else (1e-6, "MHz")
+        return f"{value * scale:g} {unit}" if isinstance(value, int | float) else f"{value} {unit}"
     return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)
 
 

@@ -16,6 +16,7 @@ from te_bench.reports.page.table import Table, Value, number, speedup, table_of,
 from te_bench.reports.page.verdict_tables import within_hosts
 
 SHOWN = 0.6  # the last share of bf16's training time; earlier, curves fall too steeply to show a gap
+LEAST = 0.4  # at least this last share of each curve is shown
 
 
 def times(found: StudyVerdict) -> Table | None:
@@ -63,7 +64,7 @@ def figure(found: StudyVerdict) -> Figure | None:
     drawing = blank(0.8 + 1.75 * len(drawn))
     panels = drawing.subplots(len(drawn), sharex=True, sharey=True, squeeze=False)[:, 0]
     end = curves[0][-1]
-    begin = (1 - SHOWN) * end.time_s
+    begin = min((1 - SHOWN) * end.time_s, *((1 - LEAST) * curve[-1].time_s for curve in curves if curve))
     reference, *ours = ([p for p in curve if p.time_s >= begin] for curve in curves)
     for axes, finding, curve in zip(panels, drawn, ours, strict=True):
         _seeds(axes, reference, 0)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from te_bench.experiments import run_options
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.suites.stress import SEEDS
-from te_bench.reports.analysis.ranking import FastestByShape, StepRanking, why_tied
+from te_bench.reports.analysis.ranking import UNPAIRED, FastestByShape, StepRanking, why_tied
 from te_bench.reports.analysis.steps import MeasuredStep, emulates_blocks
 from te_bench.reports.convergence.published import nearest
 from te_bench.reports.convergence.stress import REFERENCE, StressLadder
@@ -39,9 +39,8 @@ def headlines(report: ReportResult, *, commands: bool = True) -> list[str]:
         found += [(1, answer) for answer in [*_scaled(result), *_lowest_losses(result), *_by_shape(result)]]
         largest = next((m for m in result.largest_batches if m.max_batch is not None), None)
         if largest:
-            found.append(
-                (2, f"Largest batch: {largest.configuration.label}: {text.count(largest.max_batch)} on {where}.")
-            )
+            batch = text.count(largest.max_batch, or_more=largest.capped)
+            found.append((2, f"Largest batch: {largest.configuration.label}: {batch} on {where}."))
     if not any(result.studies for result in report.groups):
         unproven = [trial for result in report.groups if (trial := _unproven(result))]
         found += [(1, _what_is_proven(trial)) for trial in unproven[:1]]
@@ -136,10 +135,13 @@ def _fastest(found: StepRanking, what: str, where: str) -> list[str]:
         sentences += _of_the_tied(found, what, where)
         sentences += [f"Fastest of the others: {_time(found.slower[0])}."] if found.slower else []
     if found.alone:
-        number = f"{len(found.alone)} configurations" if len(found.alone) > 1 else "One configuration"
-        once = f"{number} ran once, so no interval compares them with these"
+        n, once = len(found.alone), sum(len(step.configuration.ok) == 1 for step in found.alone)
+        number = f"{n} configurations" if n > 1 else "One configuration"
+        why = "ran once" if once == n else UNPAIRED if once == 0 else f"ran once or {UNPAIRED}"
+        why = why.replace("shares", "share") if n > 1 else why
+        unranked = f"{number} {why}, so no interval compares {'them' if n > 1 else 'it'} with these"
         by_pair = ", by its pair with the baseline" if found.by_pairs and found.alone[0].speedup else ""
-        sentences.append(f"{once}; the fastest{by_pair}: {_time(found.alone[0])}.")
+        sentences.append(f"{unranked}; the fastest{by_pair}: {_time(found.alone[0])}.")
     return sentences
 
 

@@ -61,7 +61,10 @@ def _panel(axes: Axes, one: TimeSeries, order: Sequence[HistoryPoint]) -> None:
     x = [places[point.place] for point in one.points]
     axes.plot(x, [point.seconds * 1e3 for point in one.points], "o", color=COLOURS[0], markersize=3.5)
     bounds = one.found.bounds[:-1], one.found.bounds[1:]
-    for level, start, end in zip(one.found.levels, *bounds, strict=True):
+    levels = (
+        zip(one.found.levels, *bounds, strict=True) if one.found.noise is not None else ()
+    )  # only of what is searched
+    for level, start, end in levels:
         axes.plot([x[start] - 0.4, x[end - 1] + 0.4], [level * 1e3] * 2, color=INK, linewidth=1.4)
     for change in one.changes:
         axes.axvspan(x[change.first - 1] + 0.5, x[change.last] - 0.5, color=COLOURS[1], alpha=0.18, linewidth=0)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from te_bench.reports.files import write_folder
+from te_bench.reports.history.change_points import SHORTEST
 from te_bench.reports.history.series import History, TimeSeries
 from te_bench.reports.page import tables, text
 from te_bench.reports.page.history_figures import of_history, percent_change
@@ -44,43 +45,56 @@ def _table(name: str, caption: str, rows: Sequence[Mapping[str, Value]], note: s
 
 
 def _note(history: History) -> str:
-    searched = [one for one in history.series if one.found.noise is not None]
-    expected = len(searched) * history.alpha
+    searched = _searched(history)
+    expected = searched * history.alpha
     return (
         "Found by optimal partitioning (ruptures) of the logarithms, the penalty simulated so that a series of Gaussian "
-        f"noise shows a change in at most {text.percent(history.alpha)} of cases: over the {len(searched)} series long "
-        f"enough to be searched (6 points) at most {expected:.2g} false changes are expected. The interval of a change's "
-        "size takes its place as given."
+        f"noise shows a change in at most {text.percent(history.alpha)} of cases: over the {searched} series long "
+        f"enough to be searched ({SHORTEST} points) at most {expected:.2g} false changes are expected. The interval of a "
+        "change's size takes its place as given."
     )
 
 
 def series(history: History) -> Table:
     """Return the table of all series: commits, noise, first and last level, and changes."""
-    note = "Noise is relative, from the steps between neighbours; a dash: too short to be searched for changes."
+    note = (
+        "Noise is relative, from the steps between neighbours; a dash: too short to be searched for changes, the levels are "
+        "the first and the last point."
+    )
     return _table("series", "Series", [_row(one) for one in history.series], note)
 
 
 def _row(one: TimeSeries) -> dict[str, Value]:
     commits = list(dict.fromkeys(point.commit for point in one.points))
-    first, last, noise = one.found.levels[0], one.found.levels[-1], one.found.noise
+    noise = one.found.noise
+    levels = [point.seconds for point in one.points] if noise is None else one.found.levels
     return {
         "Configuration": word(one.name),
         "Machine": word(one.where),
         "Commits": word(text.span(commits[0], commits[-1])),
         "Points": number(len(one.points), text.count),
         "Noise": Value(text=text.MISSING if noise is None else f"{100 * noise:.2g} %", sort=noise),
-        "First level, ms": number(first, text.milliseconds),
-        "Last level, ms": number(last, text.milliseconds),
+        "First level, ms": number(levels[0], text.milliseconds),
+        "Last level, ms": number(levels[-1], text.milliseconds),
         "Changes": number(len(one.changes), text.count),
         _ONLY: word(one.only),
     }
 
 
+def _searched(history: History) -> int:
+    """Return the number of series that are long enough to be searched."""
+    return sum(one.found.noise is not None for one in history.series)
+
+
 def headline(history: History) -> str:
     """Return the history in a sentence."""
     found = [(one, change) for one in history.series for change in one.changes]
-    n = len(history.series)
+    n, searched = len(history.series), _searched(history)
+    if not searched:
+        none = f"None of {n} series has" if n > 1 else "The series does not have"
+        return f"{none} the {SHORTEST} points that a search takes."
     of = f"{n} series" if n > 1 else "one series"
+    of = f"{searched} of {n} series (the others have fewer than {SHORTEST} points)" if searched < n else of
     if not found:
         return f"No change of level in {of}."
     worst, change = max(found, key=lambda pair: pair[1].ratio)

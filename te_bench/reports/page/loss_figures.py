@@ -14,7 +14,7 @@ from te_bench.reports.analysis.curves import LossPoint, Training, TrainingCompar
 from te_bench.reports.analysis.measures import quantile
 from te_bench.reports.convergence.stress import StressLadder
 from te_bench.reports.page import text
-from te_bench.reports.page.drawing import COLOURS, FAINT, INK, MARKERS, NAME, blank, legend_below
+from te_bench.reports.page.drawing import COLOURS, FAINT, INK, NAME, blank, legend_below, line_style
 
 DASHES: tuple[Literal["-", "--", "-.", ":"], ...] = ("-", "--", "-.", ":")
 SMOOTH = 60  # points of a drawn training loss: each is a mean over neighbouring steps
@@ -60,13 +60,10 @@ def losses(comparison: TrainingComparison, axis: str) -> Figure | None:
             first = max(each[0].mean for each in found if each)
             notes.append(f"{what}: its first fall, from {first:.3g}, is above the frame")
     panels[-1].set_xlabel("step" if axis == "step" else "training time, s")
-    lines = 4
     for place, (training, whats) in enumerate(zip(drawn, above, strict=True)):
         panel = "" if len(whats) == len(shown) else "".join(f"{what} " for what in whats)
         folded = text.folded(_legend_name(training) + (f", {panel}above the frame" if whats else ""), NAME)
         handles.append(Line2D([], [], label="\n".join(folded), **_line(place, 1)))
-        lines += len(folded)
-    figure.set_figheight(figure.get_figheight() + 0.19 * lines)
     if part is _last_part:
         notes.append(f"each from where it is within {100 * NEAR:g} % of its end")
     if any(len(training.train) > SMOOTH for training in drawn):
@@ -135,10 +132,9 @@ def _band(axes: Axes, points: Sequence[LossPoint], seeds: int, axis: str) -> lis
 
 
 def _line(place: int, points: int) -> dict[str, Any]:
-    """Return the style of a curve: of colour and marker the pair differs."""
+    """Return the style of a curve of so many points."""
     return {
-        "color": COLOURS[place % len(COLOURS)],
-        "marker": MARKERS[(place + place // len(COLOURS)) % len(MARKERS)],
+        **line_style(place),
         "linestyle": DASHES[place // len(COLOURS) % len(DASHES)],
         "linewidth": 1.5,
         "markersize": 4,
@@ -162,7 +158,7 @@ def finals(ladder: StressLadder) -> Figure | None:
     axes = drawn.subplots()
     for place, (_, found) in enumerate(shown):
         beside = 1.07 ** (place - (len(shown) - 1) / 2)  # marks of one rate stand side by side
-        style: dict[str, Any] = {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
+        style = line_style(place)
         means = [(factor, result.final) for factor, result in found.items() if result.final is not None]
         axes.plot(
             [ladder.rate * f * beside for f, _ in means], [mean for _, mean in means], linewidth=1.4, ms=0, **style
@@ -184,10 +180,7 @@ def finals(ladder: StressLadder) -> Figure | None:
     axes.set_xlabel("peak learning rate")
     axes.set_ylabel("final validation loss, nat")
     axes.grid(color=FAINT, alpha=0.25, linewidth=0.6)
-    handles = [
-        Line2D([], [], color=COLOURS[n % len(COLOURS)], marker=MARKERS[n % len(MARKERS)], markersize=4, label=name)
-        for n, name in enumerate(names)
-    ]
+    handles = [Line2D([], [], markersize=4, label=name, **line_style(place)) for place, name in enumerate(names)]
     if ladder.limits:
         broken: dict[str, Any] = {"color": INK, "linewidth": 0.8, "linestyle": ":"}
         axes.plot([ladder.rate * factor for factor in ladder.limits], list(ladder.limits.values()), **broken)

@@ -18,6 +18,7 @@ from te_bench.reports.analysis.ranking import fastest_of_each_kind
 from te_bench.reports.analysis.rows import Configuration, Group, Results, environment_labels, load_results
 from te_bench.reports.analysis.steps import MeasuredStep, emulates_blocks, measured_steps
 from te_bench.reports.convergence.verdict import judge_group
+from te_bench.reports.exchange.submission import is_clean
 from te_bench.reports.page import template, text
 from te_bench.reports.page.environments import shown_environment
 from te_bench.reports.page.published_verdicts import asked
@@ -91,8 +92,8 @@ def gallery(results: Path, base: str, made: Path | None = None) -> str:
 
 
 def _entry(run: Run, group: Group, names: Mapping[str, str]) -> dict[str, Any]:
-    details = run.results.environments[group.environment].get("details") or {}
-    clean = details.get("git_commit") and details.get("git_dirty") is False
+    environment = run.results.environments[group.environment]
+    clean = is_clean(environment)
     verdicts, hidden = judge_group(group)
     figures = _figures(group, hidden)
     rows = [row for configuration in group.configurations for row in configuration.rows]
@@ -108,7 +109,7 @@ def _entry(run: Run, group: Group, names: Mapping[str, str]) -> dict[str, Any]:
         "n_planned": len(rows),
         "command": run.command.split("`"),  # every second piece is code
         "measured": run.measured.split("`"),
-        "commits": [details["git_commit"][:7]] if clean else _COMMITS.findall(run.measured),
+        "commits": [environment["details"]["git_commit"][:7]] if clean else _COMMITS.findall(run.measured),
         "clean": clean,
         "environment": group.environment,
         "where": names[group.environment],
@@ -144,7 +145,8 @@ def _figures(group: Group, hidden: Collection[str]) -> dict[str, str]:
     for training in (training for comparison in comparisons(group, hidden) for training in comparison.trainings):
         figures |= {training.configuration.id: f"loss {text.loss(training.best)}"} if training.best else {}
     for largest in largest_batches(group):
-        figures |= {largest.configuration.id: f"batch {text.count(largest.max_batch)}"} if largest.max_batch else {}
+        batch = text.count(largest.max_batch, or_more=largest.capped)
+        figures |= {largest.configuration.id: f"batch {batch}"} if largest.max_batch else {}
     return figures
 
 

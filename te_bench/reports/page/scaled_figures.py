@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from te_bench.reports.analysis.measures import Ratio
 from te_bench.reports.analysis.scaled import ScaledStep
 from te_bench.reports.group_result import GroupResult
-from te_bench.reports.page.drawing import COLOURS, FAINT, MARKERS, blank, legend_below
+from te_bench.reports.page.drawing import FAINT, blank, legend_below, line_style
 
 PANEL, REST = 1.75, 0.9  # inches of a panel, and of the space below all panels
 APART = 0.02  # shift of points, as a share of their number of GPUs, so that intervals do not overlap
@@ -121,4 +121,4 @@ def apart(heights: Sequence[float], gap: float, top: float) -> list[float]:
 
 
 def _style(place: int) -> dict[str, Any]:
-    return {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)], "markersize": 5}
+    return {**line_style(place), "markersize": 5}

@@ -83,7 +83,11 @@ def largest_batch(result: GroupResult) -> Figure | None:
     if not any(m.max_batch for m in found):
         return None
     drawn = [
-        _bar(m.configuration, m.max_batch, m.configuration.outcome if m.max_batch is None else text.count(m.max_batch))
+        _bar(
+            m.configuration,
+            m.max_batch,
+            m.configuration.outcome if m.max_batch is None else text.count(m.max_batch, or_more=m.capped),
+        )
         for m in found
     ]
     return bars(drawn, "largest batch that fits, sequences", _legend([m.configuration for m in found]))

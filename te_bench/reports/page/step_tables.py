@@ -1,5 +1,7 @@
 """Make the tables of training steps: time, memory, the floor, and the largest batch."""
 
+import functools
+
 from te_bench.reports.analysis import floor
 from te_bench.reports.analysis.floor import Ceilings
 from te_bench.reports.group_result import GroupResult
@@ -149,7 +151,7 @@ def largest_batch(result: GroupResult) -> Table | None:
     shown = [
         {
             "Configuration": label(found.configuration),
-            "Largest batch": number(found.max_batch, text.count),
+            "Largest batch": number(found.max_batch, functools.partial(text.count, or_more=found.capped)),
             "Peak memory, GiB": number(found.peak_allocated, text.gib),
             "Smallest that failed": number(found.first_failed, text.count),
             "Memory limit, GiB": number(found.limit_gib),

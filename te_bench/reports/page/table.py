@@ -63,7 +63,7 @@ def speedup(ratio: Ratio | None, remark: str = "") -> Value:
 def rank(found: StepRanking, step: MeasuredStep) -> Value:
     """Return the ranking's word for a step, sorted from the fastest on; a dash if nothing was ranked."""
     said = found.word(step) if found.fastest else None
-    place = ranking.WORDS.index(said) if said and said != ranking.ALONE else None
+    place = ranking.WORDS.index(said) if said in ranking.WORDS else None
     return Value(text=said or text.MISSING, sort=place)
 
 

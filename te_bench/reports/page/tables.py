@@ -1,7 +1,6 @@
 """List the report's tables by name, and write tables as Markdown and for a terminal."""
 
 import re
-import shutil
 import textwrap
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
@@ -15,6 +14,7 @@ from te_bench.reports.page import (
     equal_loss,
     layer_tables,
     scaled_tables,
+    screen,
     step_tables,
     text,
     training_tables,
@@ -24,8 +24,6 @@ from te_bench.reports.page import (
 from te_bench.reports.page.headlines import headlines
 from te_bench.reports.page.table import Table
 
-TERMINAL_WIDTH = 100
-LEAST_SCREEN = 40  # characters of a line, however narrow the terminal
 LEAST_NAME, LEAST_WORD = 40, 20  # characters of a name's line: before columns are left out for it, and at least
 #: UNSHOWN: columns that a terminal does not show. GIVING_WAY: columns that it omits, in this order, to make room for names.
 UNSHOWN = ("TFLOP/s", "MFU")
@@ -105,6 +103,8 @@ def escape(content: str) -> str:
         content = content.replace(special, entity)
     for special in "\\|`*[]~$":
         content = content.replace(special, "\\" + special)
+    if re.search(r"(?<!\w)_.*_(?!\w)", content, re.DOTALL):  # one begins a word and a later one ends a word
+        content = re.sub(r"(?<!\w)_+|_+(?!\w)", lambda found: found[0].replace("_", "\\_"), content)
     return content
 
 
@@ -114,24 +114,18 @@ def summary(directories: Sequence[Path]) -> str:
     results = report.results
     lines = [f"{results.outcomes.get('ok', 0)} of {len(results.rows)} trials ok{report.unjudged}"]
     for sentence in headlines(report):
-        lines += textwrap.wrap(sentence, TERMINAL_WIDTH)
+        lines += textwrap.wrap(sentence, screen.WIDTH)
     for result in report.groups:
         group = result.group
         for table in [table for name in ("ladder", "scaling", "layer") for table in tables_of(result, name)]:
             what = group.title if table.name in ("ladder", "scaling") else table.caption
             shown = f"{what} ({group.where})"
-            title = text.shortened(printable(shown), TERMINAL_WIDTH)
+            title = text.shortened(printable(shown), screen.WIDTH)
             lines += ["", title, *terminal(table)]
     return "\n".join(lines) + "\n"
 
 
-def screen(most: int | None = None) -> int:
-    """Return the columns of the terminal, at most `most`; TERMINAL_WIDTH where the output is no terminal."""
-    columns = max(LEAST_SCREEN, shutil.get_terminal_size((TERMINAL_WIDTH, 24)).columns)
-    return columns if most is None else min(columns, most)
-
-
-def terminal(table: Table, across: int = TERMINAL_WIDTH) -> list[str]:
+def terminal(table: Table, across: int = screen.WIDTH) -> list[str]:
     """Return the table's rows, each of one line or more.
 
     Where it is too wide, GIVING_WAY's columns go, and remarks in brackets go below. Then the widest column gives way first:

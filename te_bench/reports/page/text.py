@@ -4,6 +4,7 @@ import math
 import re
 import textwrap
 from collections.abc import Sequence
+from decimal import Decimal
 
 from te_bench.reports.analysis.measures import Ratio
 
@@ -43,9 +44,9 @@ def thousands(value: float | None) -> str:
     return f"{value / 1e3:.0f} k" if abs(value) >= 10_000 else f"{value:,.0f}"
 
 
-def count(value: float | None) -> str:
+def count(value: float | None, *, or_more: bool = False) -> str:
     """Return a whole number; a dash for None."""
-    return MISSING if value is None else f"{value:,.0f}"
+    return MISSING if value is None else f"{value:,.0f}{' or more' * or_more}"
 
 
 def loss(value: float | None, deviation: float | None = None) -> str:
@@ -76,11 +77,18 @@ def speedup(ratio: Ratio | None) -> str:
     """Return 3.79× [3.70, 3.88], or only 3.79× if one pair gives no interval."""
     if ratio is None:
         return MISSING
-    return times(ratio.value) if ratio.low is None else f"{times(ratio.value)} [{ratio.low:.2f}, {ratio.high:.2f}]"
+    if ratio.low is None or ratio.high is None:
+        return times(ratio.value)
+    return f"{times(ratio.value)} [{_ratio(ratio.low)}, {_ratio(ratio.high)}]"
 
 
 def times(value: float) -> str:
-    return f"{value:.2f}×"
+    return f"{_ratio(value)}×"
+
+
+def _ratio(value: float) -> str:
+    """Return two decimals, of less than 0.1 three significant digits."""
+    return plain(value) if value < 0.1 else f"{value:.2f}"
 
 
 def gib(size: float | None) -> str:
@@ -98,8 +106,9 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def hours(seconds: float) -> str:
-    """Return hours with two digits: 0.15, 5.7, 59, 120."""
-    return f"{seconds / 3600:.2g}" if seconds < 359_000 else f"{seconds / 3600:,.0f}"
+    """Return hours with two digits or more, without an exponent: 0.15, 5.7, 59, 120."""
+    value = seconds / 3600
+    return f"{Decimal(f'{value:.2g}'):f}" if value < 99.5 else f"{value:,.0f}"
 
 
 def span(low: str, high: str) -> str:
@@ -118,10 +127,10 @@ def shortened(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 1].rstrip() + "…"
 
 
-def folded(name: str, width: int, most: int = 4) -> list[str]:
-    """Return the name in at most `most` lines of `width` characters; only the last is cut, as ends distinguish names."""
+def folded(name: str, width: int) -> list[str]:
+    """Return the name in at most 4 lines of `width` characters; only the last is cut, as ends distinguish names."""
     lines = textwrap.wrap(name, width, break_on_hyphens=False) or [""]
-    return lines if len(lines) <= most else [*lines[: most - 1], shortened(" ".join(lines[most - 1 :]), width)]
+    return lines if len(lines) <= 4 else [*lines[:3], shortened(" ".join(lines[3:]), width)]
 
 
 def slug(name: str) -> str:

@@ -56,7 +56,10 @@ def _signed(value: float | None) -> str:
 def stability(found: StudyVerdict) -> Table | None:
     """Return the table of divergences and spikes by configuration."""
     compared = [verdict.arm for verdict in found.findings if not verdict.hidden]
-    shown = [_stability(arm, found.study.control if arm in compared else None) for arm in found.study.arms]
+    shown = [
+        _stability(arm, found.study.control if arm in compared else None, found.study.reference)
+        for arm in found.study.arms
+    ]
     note = (
         "Diverged: not finite, or a median of the loss 0.5 above its minimum that did not come back. Rate below: "
         f"exact, 95 %. Spikes per {POINTS:,} logged points, robust z above {SPIKE:g}. Rise: sustained, above the "
@@ -65,8 +68,11 @@ def stability(found: StudyVerdict) -> Table | None:
     return table_of("stability", f"{found.study.title}: stability", shown, note)
 
 
-def _stability(arm: StudyArm, control: StudyArm | None) -> dict[str, Value]:
-    """Return an arm's row; control: the arm to compare its rate of divergence with by Fisher's exact test, or None."""
+def _stability(arm: StudyArm, control: StudyArm | None, reference: str) -> dict[str, Value]:
+    """Return an arm's row; control: the arm to compare its rate of divergence with by Fisher's exact test, or None.
+
+    reference: the name of what the study compares with.
+    """
     events, ended = len(arm.diverged), len(arm.ended)
     runs = [run.stability for run in arm.runs.values() if run.stability]
     others = (len(control.diverged), len(control.ended)) if control else (0, 0)
@@ -79,7 +85,7 @@ def _stability(arm: StudyArm, control: StudyArm | None) -> dict[str, Value]:
         "Configuration": word(arm.name),
         "Diverged": word(f"{events} of {ended}"),
         "Rate below": number(rate_bound(events, ended) if ended else None, text.percent),
-        "p against bf16": number(
+        f"p against {reference}": number(
             rate_p_value((events, ended), others) if ended and others[1] else None, text.probability
         ),
         "Loss spikes": number(spikes[0]),

@@ -110,7 +110,7 @@ def _gap_row(finding: ArmVerdict, found: StudyVerdict) -> dict[str, Value]:
     if found.study.pool is not None:
         numbers = {
             "Runs": number(c.n if c else None, text.count),
-            "Of bf16": number(c.n_control if c else None, text.count),
+            f"Of {found.study.reference}": number(c.n_control if c else None, text.count),
         }
     return {
         "Configuration": word(finding.arm.name),

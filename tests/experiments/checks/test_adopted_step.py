@@ -1,6 +1,7 @@
 """The check of a user's step that is asked to compute its activations again."""
 
 import functools
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +17,10 @@ from te_bench.experiments.measurement import CheckFailed, Context, Unsupported
 from te_bench.experiments.spec import OWN_ATTENTION, Options, Trial
 from te_bench.experiments.workloads import train_step
 from te_bench.models.sources import Source
+from te_bench.training.step import TrainStep
 
 MODULE = """
+import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -52,6 +55,24 @@ def in_parts():
     return Model(False)
 
 
+class Closed(Model):  # a branch that a gate of 0 closes: float64 and every rounding give its weights the gradient 0
+    def __init__(self):
+        super().__init__(True)
+        self.branch = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+
+    def forward(self, tokens):
+        return super().forward(tokens) + 0 * self.head(self.branch(self.embedding(tokens)))
+
+
+class Filled(Model):  # as XGLM, with a number of the dtype's in a tensor of no said dtype
+    def __init__(self):
+        super().__init__(True)
+
+    def forward(self, tokens):
+        x = super().forward(tokens)
+        return torch.maximum(x, torch.full((), torch.finfo(x.dtype).min))
+
+
 def bare():
     return nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64))
 """
@@ -77,6 +98,16 @@ def test_blocks_that_are_called_pass(trial_of: Any) -> None:
     trial = trial_of("whole")
     _, check = adopted_step.begin(trial, *train_step.random_batches(trial)[0])
     assert check["quantities"]
+
+
+def test_gradients_of_nothing_are_no_rounding_that_is_too_small(trial_of: Any) -> None:
+    trial = replace(trial_of("Closed"), precision="fp8", recipe="float8_current_scaling")
+    assert train_step.run(trial, Context()).work["ran"]["gemm_fp8"]
+
+
+def test_what_a_model_makes_without_a_dtype_goes_to_float64_with_it(trial_of: Any) -> None:
+    assert train_step.run(trial_of("Filled"), Context()).samples["latency_s"]
+    assert torch.get_default_dtype() is torch.float32
 
 
 def test_a_model_that_passes_by_its_blocks_is_not_said_to_be_checkpointed(trial_of: Any) -> None:
@@ -152,3 +183,59 @@ def test_norms_in_half_precision_are_no_fault_of_a_deep_model(tmp_path: Path) ->
     scales = [q["error"] / q["limit"] for q in check["quantities"] if q["name"].endswith("scale")]
     assert len(scales) > 12 * 10
     assert max(scales) < 0.8
+
+
+TOKENS = {"vocab_size": 64, "max_position_embeddings": 64, "pad_token_id": 3, "bos_token_id": 1, "eos_token_id": 2}
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+APERTUS = {"model_type": "apertus", "architectures": ["ApertusForCausalLM"], "num_key_value_heads": 2, **SIZES}
+DIFFLLAMA = {**SIZES, "model_type": "diffllama", "architectures": ["DiffLlamaForCausalLM"], "num_hidden_layers": 2}
+
+
+def of_config(folder: Path, config: dict[str, Any], precision: str) -> Trial:
+    pytest.importorskip("transformers")
+    (folder / "config.json").write_text(json.dumps({**TOKENS, **config}))
+    model = adoptee(Options(device="cpu", model=str(folder)))
+    problem = {"batch": 4, "block": 24, "vocab": 64, "padded_vocab": 64, "grad_clip": 0.0, **model.source.settings}
+    return Trial(workload="train_step", device="cpu", problem=problem, attention=OWN_ATTENTION, precision=precision)
+
+
+@pytest.mark.usefixtures("asked_here")
+@pytest.mark.parametrize(
+    ("config", "precision"),
+    [(APERTUS, "bf16"), (APERTUS, "fp32"), (DIFFLLAMA, "bf16")],
+)
+def test_gradients_of_few_numbers_are_held_to_many_passes_of_the_yardstick(config, precision, tmp_path):
+    """One pass does not tell how far rounding moves one number, or many that err as one."""
+    trial = of_config(tmp_path, config, precision)
+    assert adopted_step.begin(trial, *train_step.random_batches(trial)[0])[1]["quantities"]
+
+
+FAULTS: dict[str, Any] = {
+    "mlp.act_fn.alpha_n": lambda gradient: -gradient,
+    "mlp.up_proj.weight": lambda gradient: 1.05 * gradient,
+    "self_attn.lambda_q1": lambda gradient: gradient.roll(1),
+    "input_layernorm.weight": lambda gradient: gradient.index_fill(0, torch.tensor([3]), 0.0),
+}
+
+
+@pytest.mark.usefixtures("asked_here")
+@pytest.mark.parametrize(
+    ("config", "fault"),
+    [
+        (APERTUS, "mlp.act_fn.alpha_n"),
+        (APERTUS, "mlp.up_proj.weight"),
+        (DIFFLLAMA, "self_attn.lambda_q1"),
+        (DIFFLLAMA, "input_layernorm.weight"),
+    ],
+)
+def test_a_wrong_gradient_beside_those_of_few_numbers_is_caught(config, fault, tmp_path, monkeypatch):
+    trial, usual = of_config(tmp_path, config, "bf16"), TrainStep.gradients
+
+    def wrong(self: TrainStep, *batch: Any, **how: Any) -> Any:
+        loss, found = usual(self, *batch, **how)
+        name = f"module.model.layers.0.{fault}"
+        return loss, found | {name: FAULTS[fault](found[name])}
+
+    monkeypatch.setattr(TrainStep, "gradients", wrong)
+    with pytest.raises(CheckFailed, match=rf"layers\.0\.{fault}"):
+        adopted_step.begin(trial, *train_step.random_batches(trial)[0])

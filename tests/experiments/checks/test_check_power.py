@@ -12,7 +12,7 @@ from torch import Tensor
 from whole_recipes import WHOLE
 
 from te_bench.experiments import trial_model
-from te_bench.experiments.checks import attention_rows, rounding, training_step
+from te_bench.experiments.checks import attention_rows, gradients, rounding, training_step
 from te_bench.experiments.checks.gradients import settle
 from te_bench.experiments.measurement import CheckFailed
 from te_bench.experiments.spec import Trial
@@ -215,3 +215,40 @@ def test_a_row_that_is_gone_is_seen_among_thousands() -> None:
         assert not any(q.wrong for q in rounding.quantities("x", found, t, t + 0.1 * y, "fp8"))
         found.flatten(0, -2)[17].zero_()
         assert rounding.quantities("x", found, t, t + 0.1 * y, "fp8")[1].wrong
+
+
+def test_a_number_of_which_one_yardstick_knows_little_is_held_to_many() -> None:
+    """Of 300 right draws of one number none is beyond the limits of 12 yardsticks; with another sign all are."""
+    generator = torch.Generator().manual_seed(0)
+    truth = {"g": torch.ones(1).double()}
+    by_one = by_many = caught = 0
+    for _ in range(300):
+        ours, *known = (1 + 0.1 * torch.randn(13, generator=generator).double()).split(1)
+
+        def wrong(x: Tensor, count: int, known: list[Tensor] = known) -> bool:
+            first, *more = ({"g": each} for each in known[:count])
+            return any(q.wrong for q in gradients.beside({"g": x}, first, truth, "bf16", more=more)[0])
+
+        by_one += wrong(ours, 1)
+        by_many += wrong(ours, 12)
+        caught += wrong(-ours, 12)
+    assert (by_one > 100, by_many, caught) == (True, 0, 300)
+
+
+def test_a_loss_and_a_norm_are_held_to_many_yardsticks() -> None:
+    truth, first = gradients.Gradients(5.0, {}, 1.0), gradients.Gradients(5.001, {}, 1.001)
+    more = [gradients.Gradients(5.0 + sign * 0.1, {}, 1.0 + sign * 0.05) for sign in (-1, 1) * 4]
+
+    def wrong(loss: float, norm: float) -> list[str]:
+        ours = gradients.Gradients(loss, {"g": torch.ones(1)}, norm)
+        every = [one._replace(of={"g": torch.ones(1).double()}) for one in (first, truth, *more)]
+        found = gradients.compared(ours, *every[:2], precision="bf16", targets=64, more=every[2:])
+        return [q.name for q in found if q.wrong]
+
+    assert wrong(5.1, 0.95) == []
+    assert wrong(6.0, 2.0) == ["loss", "norm of all gradients before clipping"]
+
+
+def test_a_parameter_without_elements_has_no_error() -> None:
+    nothing = torch.zeros(0, 8)
+    assert not any(q.wrong for q in rounding.quantities("x", nothing, nothing, nothing, "bf16"))

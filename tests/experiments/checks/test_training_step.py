@@ -469,6 +469,7 @@ def put_in_place(monkeypatch: pytest.MonkeyPatch, recipe: str, mutation: Mutatio
     monkeypatch.setattr(sys.modules[f"{recipes.__name__}.{recipe}"], "RECIPE", wrong)
 
 
+@pytest.mark.usefixtures("references_once")  # which see nothing of a mutation but its settings
 @pytest.mark.parametrize(
     ("mutation", "recipe", "seed"),
     [(m, r, (i + j) % 3) for i, m in enumerate(FP8) for j, r in enumerate(IN_FP8) if (i + j) % 2 == 0],
@@ -514,6 +515,7 @@ BLOCK_FORMATS: dict[str, tuple[str, Mutation]] = {
 }
 
 
+@pytest.mark.usefixtures("references_once")
 @pytest.mark.parametrize("mutation", BLOCK_FORMATS)
 def test_wrong_block_formats_fail(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, wrong = BLOCK_FORMATS[mutation]

@@ -432,7 +432,7 @@ def test_stress_of_a_long_model_takes_no_more_text_than_the_default_has(model: s
         ("convergence", {"steps": 5, "tokens": 5}, "--steps 5 and --tokens 5 both say how long to train: give one"),
         ("convergence", {"margin": 0.0}, "--margin 0: give nats greater than 0"),
         ("convergence", {"margin": float("nan")}, "--margin nan: give nats greater than 0"),
-        ("convergence", {"alpha": 0.5}, "--alpha 0.5: give a probability between 0 and 0.5"),
+        ("convergence", {"alpha": 0.5}, "--alpha 0.5: give a probability from 0.00001 to below 0.5"),
         ("convergence", {"model": "gpt3"}, "unknown model 'gpt3'. Did you mean gpt2"),
         ("convergence", {"preset": "chars"}, "unknown preset 'chars'. Did you mean char"),
         ("convergence", {"recipes": ("delayed",)}, "unknown recipe 'delayed'. Did you mean delayed_scaling"),

@@ -61,7 +61,7 @@ def test_the_batch_and_the_tokens_of_a_sequence_are_the_users() -> None:
     assert sizes("stress", model="qwen3-0.6b", batch=2) == {("qwen3-0.6b", 2, 1024)}
     with pytest.raises(ValueError, match=r"--batch: the suite memory chooses its batches itself; leave it out"):
         resolve("memory", "cuda", batch=1)
-    with pytest.raises(ValueError, match=r"--tokens: the suite layer chooses itself how long its sequences are"):
+    with pytest.raises(ValueError, match=r"--tokens: the quickstart's layer has its own; give it with --model"):
         resolve("layer", "cuda", tokens=64)
 
 
@@ -98,7 +98,7 @@ def test_a_gpts_layer_is_the_quickstarts_whose_sizes_are_fixed() -> None:
     said = "--model gpt2: a GPT's layer is the quickstart's layer; leave --model out, or give llama3"
     with pytest.raises(ValueError, match=said):
         resolve("layer", "cuda", model="gpt2")
-    with pytest.raises(ValueError, match=r"--batch: the suite layer chooses its batches itself; leave it out"):
+    with pytest.raises(ValueError, match=r"--batch: the quickstart's layer has its own; give it with --model"):
         resolve("layer", "cuda", batch=8)
 
 

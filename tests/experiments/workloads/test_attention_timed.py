@@ -48,6 +48,10 @@ def test_attention_of_many_operators_is_timed_compiled() -> None:
     assert found.work["graph_breaks"] == 0
 
 
+def by(name: str, head_dim: int, **said: Any) -> Callable[..., Any]:
+    return functools.partial(kernels.load(name).forward, causal=True, scale=head_dim**-0.5, **said)
+
+
 def replaced(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any]) -> None:
     """flash's forward becomes change(its forward); manual, the reference, stays."""
     real = kernels.load
@@ -62,13 +66,13 @@ def test_right_kernels_pass_on_every_seed(name: str, precision: str, length: int
     shape = {**SHAPE, "length": length, "head_dim": 32, "heads": 4}
     for seed in range(20):
         trial = dataclasses.replace(TRIAL, attention=name, precision=precision, problem=shape, seed=seed)
-        attention.check_attention(trial, attention._bind(trial, kernels.load(name)))
+        attention.check_attention(trial, by(name, 32))
 
 
 def test_a_backend_in_fp8_is_held_to_the_definition_in_fp8() -> None:
     """It errs far more than manual attention at its dtype; at twice its scale it errs too much for FP8 too."""
     trial = dataclasses.replace(TRIAL, attention="manual_fp8", problem={**SHAPE, "length": 64, "head_dim": 32})
-    forward = attention._bind(trial, kernels.load("manual_fp8"))
+    forward = by("manual_fp8", 32)
     found = attention.check_attention(trial, forward)
     assert all(1e-3 < q["error"] < q["limit"] for q in found["quantities"][:4])
     in_fp32 = dataclasses.replace(trial, attention="flash")
@@ -159,9 +163,13 @@ def window_one_wider(patch: pytest.MonkeyPatch) -> None:
 
 
 def borders_one_late(patch: pytest.MonkeyPatch) -> None:
-    right = attention._starts
-    late = torch.tensor([0, 1, 1, 1, 1, 1, 1, 1, 0])
-    patch.setattr(attention, "_starts", lambda lengths, device: right(lengths, device) + late.int())
+    right, late = attention.attend_packed, torch.tensor([0, 1, 1, 1, 1, 1, 1, 1, 0]).int()
+
+    def attend(backend: kernels.Backend, q: Any, k: Any, v: Any, *starts: Any, **said: Any) -> Any:
+        *borders, longest = starts
+        return right(backend, q, k, v, *(each + late for each in borders), longest, **said)
+
+    patch.setattr(attention, "attend_packed", attend)
 
 
 @pytest.mark.parametrize(
@@ -262,17 +270,16 @@ def test_dropout_is_checked_and_counts_as_no_work(name: str) -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"kv_heads": 1}, {"documents": 3}])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_dropout_of_our_kernels_passes_its_check(precision: str, changes: dict[str, Any]) -> None:
+def test_dropout_of_our_kernels_passes_its_check(precision: str, changes: dict[str, Any], monkeypatch: Any) -> None:
     problem = {**DROPOUT, **changes, "batch": 1, "head_dim": 16}
     trial = dataclasses.replace(TRIAL, attention="triton", precision=precision, problem=problem)
-    attention.check_attention(trial, attention._bind(trial, kernels.load("triton")))
+    monkeypatch.setattr(timing, "kernel", planting.once)
+    check = attention.run(trial, Context()).check
+    assert "kept share" in {q["name"] for q in check["quantities"]}
 
 
 def by_math(dropout: float) -> Callable[..., Any]:
-    def forward(q: Any, k: Any, v: Any) -> Any:
-        return kernels.load("math").forward(q, k, v, causal=True, scale=8**-0.5, dropout=dropout)
-
-    return forward
+    return by("math", 8, dropout=dropout)
 
 
 def gradients_of_other_weights(q: Any, k: Any, v: Any) -> Any:

@@ -6,13 +6,16 @@ import multiprocessing
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pynvml
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from own_models import MODULE
 
+from te_bench.experiments import environment
 from te_bench.experiments.checks.quantity import Quantity, judge
 from te_bench.experiments.measurement import CheckFailed, Context, Interrupted, Unsupported
 from te_bench.experiments.spec import Trial
@@ -66,6 +69,9 @@ def test_knowing_the_peaks_saves_tries(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_gives_up_at_a_limit_which_a_cpu_needs_and_nothing_fits_is_out_of_memory(monkeypatch) -> None:
     monkeypatch.setattr(max_batch, "attempt", memory(10**9, 0, 1, reports=False))
     assert max_batch.largest(trial())[0] == max_batch.LIMIT
+    monkeypatch.setattr(max_batch, "attempt", memory(10**9, 0, 1, reports=True))  # from 32,768 on eight times as much
+    largest, tries = max_batch.largest(trial())
+    assert largest == max_batch.LIMIT == tries[-1]["batch"]
     with pytest.raises(Unsupported, match="memory_limit_gib"):
         max_batch.run(trial(memory_limit_gib=None), Context())
     monkeypatch.setattr(max_batch, "attempt", memory(0, 10, 10, reports=False))
@@ -81,6 +87,36 @@ def test_a_try_is_a_real_step_in_a_process_of_its_own_under_a_real_limit() -> No
         assert small.submit(max_batch.attempt, trial(), 1).result()["fits"]
         too_large = small.submit(max_batch.attempt, trial(), 1 << 21)  # 2^24 tokens x 64 features x 4 bytes = 4 GiB
         assert not too_large.result()["fits"]
+
+
+@pytest.mark.parametrize(
+    ("gib", "limit", "said"),
+    [
+        (0.6, None, None),
+        (3.0, None, "hold 3.0 GiB of the GPU"),
+        (None, None, None),
+        (3.0, 8.0, None),
+        (9.0, 8.0, "9.0"),
+    ],
+)
+def test_it_searches_only_where_no_other_process_holds_the_memory(monkeypatch, gib, limit, said) -> None:
+    def memory_info(handle: object, version: int | None = None) -> SimpleNamespace:
+        assert (handle, version) == ("GPU-1", pynvml.nvmlMemory_v2)
+        if gib is None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return SimpleNamespace(used=int(gib * 2**30))
+
+    monkeypatch.setattr(environment, "visible_gpus", lambda: [{"uuid": "GPU-1", "memory_bytes": 16 * 2**30}])
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", memory_info)
+    monkeypatch.setattr(max_batch, "attempt", memory(7, 10, 10, reports=True))
+    on_a_gpu = dataclasses.replace(trial(memory_limit_gib=limit), device="cuda")
+    if said is None:
+        assert max_batch.largest(on_a_gpu)[0] == 7
+    else:
+        with pytest.raises(Interrupted, match=said):
+            max_batch.largest(on_a_gpu)
 
 
 def test_a_user_s_model_is_imported_once_for_all_tries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +144,14 @@ def test_a_try_that_cannot_run_or_fails_says_why_and_is_not_taken_for_a_full_mem
         max_batch.attempt(trial(), 1)
 
 
+def test_a_try_for_which_cublas_has_no_memory_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object, **named: object) -> None:
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+    monkeypatch.setattr(max_batch.trial_model, "build", full)
+    assert not max_batch.attempt(trial(), 1)["fits"]
+
+
 def test_a_try_that_is_killed_does_not_fit_where_that_was_for_memory_and_is_else_interrupted(monkeypatch) -> None:
     monkeypatch.setattr(max_batch.trial_model, "build", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
     kills = iter([3, 3, 3, 4])
@@ -124,6 +168,10 @@ def test_the_configuration_is_checked_before_its_memory_is_measured(monkeypatch:
     assert found.samples["max_batch"] == [3.0]
     assert any("flash_attention" in kernel for kernel in found.kernels)
     assert found.check["quantities"][0]["name"] == "loss"
+
+    assert "capped" not in found.work
+    monkeypatch.setattr(max_batch, "LIMIT", 2)
+    assert max_batch.run(flash, Context()).work["capped"] is True
 
     monkeypatch.setattr(max_batch.training_step, "check_step", lambda *a: judge("x", [Quantity("loss", 2, 1)]))
     with pytest.raises(CheckFailed, match="loss: error 2 > 1"):

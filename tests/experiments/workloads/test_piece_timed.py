@@ -181,17 +181,21 @@ def test_a_piece_that_is_wrong_only_when_timed_fails(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(("kind", "call"), [one for one in ALL if "torch" in rivals(*one)], ids="-".join)
 @pytest.mark.parametrize(("asked", "who"), [("torch", "reference"), ("reference", "torch")])
 def test_a_piece_by_another_backend_fails(kind: str, call: str, asked: str, who: str, monkeypatch: Any) -> None:
-    makes = {name: workload.OTHERS.get((name, kind), workload._by_backend) for name in ("torch", "reference")}
-    other = lambda p, *given: makes[who](dataclasses.replace(p, backend=who), *given)  # noqa: E731
-    monkeypatch.setitem(workload.OTHERS, (asked, kind), other)
+    of_torch, family = workload.OTHERS["torch", kind], norm if kind in norm.KINDS else activation
+    if asked == "reference":
+        other = lambda p, *given: of_torch(dataclasses.replace(p, backend=who), *given)  # noqa: E731
+        monkeypatch.setitem(workload.OTHERS, (asked, kind), other)
+    else:
+        load = family.load
+        monkeypatch.delitem(workload.OTHERS, (asked, kind))
+        monkeypatch.setattr(family, "load", lambda name: load(who if name == asked else name))
     with pytest.raises(CheckFailed, match=f"^asked for {asked}, eager, but (nothing of )?torch ran$") as caught:
         run(kind, call, asked, precision="fp32")
     assert caught.value.measurement.samples == {}
 
 
 def test_a_piece_that_was_to_be_compiled_and_is_not_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = lambda p, trial, given: workload._by_backend(p, dataclasses.replace(trial, mode="eager"), given)  # noqa: E731
-    monkeypatch.setitem(workload.OTHERS, ("reference", "rmsnorm"), make)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     with pytest.raises(CheckFailed, match=r"^asked for reference, compile, but nothing of torch\.compile ran$"):
         run("rmsnorm", "forward", "reference", mode="compile")
 

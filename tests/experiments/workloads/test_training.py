@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from own_models import MODULE
 from torch import Tensor, nn
 from whole_recipes import WHOLE
 
@@ -23,6 +24,7 @@ from te_bench.experiments.spec import Trial, canonical_json
 from te_bench.experiments.trial import run_one
 from te_bench.experiments.workloads import training
 from te_bench.models import recipe as recipes
+from te_bench.models import sources
 from te_bench.models.zoo.gpt import GPT
 from te_bench.reports.convergence import band, speedup
 from te_bench.training import corpus as corpora
@@ -78,6 +80,32 @@ def test_what_was_trained_is_kept_for_evaluations(trial: Any, context: Context, 
     assert arms[0].perplexity is not None
     assert arms[0].perplexity.nats_per_token == pytest.approx(found.samples["val_loss"][-1], abs=0.05)
     assert found.samples["val_loss"][-1] < 5.5 < found.samples["loss"][0]
+
+
+@pytest.fixture
+def mine(trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trial:
+    """A short training of a user's model."""
+    (tmp_path / "trained.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    source = sources.identify("trained:make")
+    assert source is not None
+    of_it = trial(steps=2, eval_every=2, data="random", vocab=64, padded_vocab=64, **source.settings)
+    return dataclasses.replace(of_it, attention="own")
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_users_model_is_kept_in_a_folder_that_was_not_there(mine: Trial, context: Context, tmp_path: Path) -> None:
+    training.run(mine, dataclasses.replace(context, checkpoints=tmp_path / "kept" / "here"))
+    [kept] = (tmp_path / "kept" / "here").iterdir()
+    assert (kept.name, torch.load(kept)["head.weight"].shape) == (f"{mine.id}.pt", (64, 32))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_model_that_cannot_be_written_does_not_lose_its_losses(mine: Trial, context: Context, tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("no folder")
+    reply = run_one(mine, dataclasses.replace(context, checkpoints=tmp_path / "kept"))
+    assert (reply["outcome"], len(reply["samples"]["loss"])) == ("crashed", 2)
+    assert "the trained model is not saved: " in reply["reason"]
 
 
 def test_a_curve_by_steps_has_every_step_and_the_validation_it_was_asked_for(trial: Any, context: Context) -> None:

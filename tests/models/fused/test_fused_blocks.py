@@ -28,6 +28,7 @@ from te_bench.models.decoder import NotFused
 from te_bench.models.fused import chain, segment
 from te_bench.models.modules import layernorm_mlp, rotary
 from te_bench.models.modules.activations import is_recorded
+from te_bench.models.modules.fp8_module import Fp8Module
 from te_bench.models.parts import MLPPart
 from te_bench.models.zoo.gpt import CONFIGS, GPT
 from te_bench.training.data import Batches
@@ -471,8 +472,9 @@ def test_ranks_share_amaxes_in_one_order_whatever_ran_first(monkeypatch: pytest.
                 step.model(tokens, targets)
         with te.record_numerics() if counts else contextlib.nullcontext():
             step.gradients(tokens, targets)
-        names = {id(m._state): name for name, m in step.model.named_modules() if getattr(m, "_state", None) is not None}
-        orders.append([names[id(state)] for state in shared[-1]])
+        modules = [(name, m) for name, m in step.model.named_modules() if isinstance(m, Fp8Module)]
+        names = {m.written()[0].data_ptr(): name for name, m in modules if m.written()}
+        orders.append([names[state.buffers()[0].data_ptr()] for state in shared[-1]])
     assert orders[0] == orders[1] == orders[2]
     assert len(orders[0]) == 4 * SMALL.n_layer
 

@@ -291,6 +291,20 @@ def test_without_fp8_nothing_changes(segments: list[str]) -> None:
     assert not segments
 
 
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("size", [(16, 0, HIDDEN), (0, 2, HIDDEN)], ids=["no sequences", "no tokens"])
+def test_an_empty_batch_gives_an_empty_result_and_zero_gradients(size: tuple[int, ...], options: str) -> None:
+    layer = a_layer(**OPTIONS[options])
+    x = torch.empty(size, dtype=torch.bfloat16, requires_grad=True)
+    for enabled in (True, False):
+        layer.zero_grad()
+        with te.autocast(enabled=enabled, recipe=RECIPES["current"][0]):
+            y = layer(x)
+        y.sum().backward()
+        assert y.shape == size
+        assert all(p.grad is not None and not p.grad.any() for p in layer.parameters())
+
+
 def test_what_the_modules_refuse_is_refused() -> None:
     layer = a_layer(**FUSED)
     with te.autocast(recipe=RECIPES["current"][0]):

@@ -3,14 +3,17 @@
 import copy
 import functools
 import io
+from collections.abc import Iterator
 from typing import Any
 
 import families
 import pytest
 import torch
+import torch.distributed as dist
 from conversion_cases import RECIPES, error
 from families import inputs, make, run
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import te_bench.models as te
 from te_bench.experiments.checks.gradients import SETTLE
@@ -123,6 +126,28 @@ def test_a_conv1d_has_its_weight_transposed_and_the_report_says_so() -> None:
     notes = {entry.name: entry.note for entry in report.converted}
     assert notes["transformer.h.0.attn.c_attn"] == "weight transposed, but not in the state dict: a new Parameter"
     assert notes["transformer.ln_f"] == ""
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_would_not_be_reduced_over_ranks_is_converted_before_it_is_wrapped(family: str) -> None:
+    plain: Any = make(family)
+    model = nn.Sequential(DistributedDataParallel(plain))
+    if family != "gpt2":  # its Parameters stay the same
+        assert convert(model).converted
+        return
+    with pytest.raises(ValueError, match=r"Conv1D weights, .*: convert the model, then wrap it"):
+        convert(model)
+    assert not any(isinstance(module, te.Linear | te.LayerNorm) for module in model.modules())
+    convert(plain)
+    assert convert(model).found
 
 
 @pytest.mark.usefixtures("plain_heads")

@@ -365,6 +365,31 @@ def test_saved_and_loaded_it_is_transformers_own(family: str, tmp_path: Path) ->
         torch.testing.assert_close(other(input_ids=tokens()).logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_what_is_made_from_the_class_of_a_converted_model_is_transformers_own(family: str, tmp_path: Path) -> None:
+    model = make(family)
+    plain, config = copy.deepcopy(model), copy.deepcopy(model.config)
+    te.convert(model, recipe.DelayedScaling(), parts="all")
+    cls: Any = type(model)
+    model.save_pretrained(tmp_path)
+    made = cls(config)
+    made.load_state_dict(plain.state_dict())
+    expected, gradients = run(plain, inputs(family))
+    for other in (made, cls.from_pretrained(tmp_path).train()):
+        loss, found = run(other, inputs(family))
+        torch.testing.assert_close(loss, expected)
+        assert_same(found, gradients, 1e-5)
+        with pytest.raises(ValueError, match="skip_logits=True, but the model was not converted"):
+            other(**inputs(family), skip_logits=True)
+        assert "recipe, so FP8 only under your te.autocast" in str(te.convert(other))
+    base = type(model.base_model)(config)
+    assert base(tokens()).last_hidden_state.shape == (*tokens().shape, 32)
+    assert not any(getattr(base, "te_linears", list)())
+    mlp = type(model.model.layers[0].mlp)(config) if family == "llama" else type(model.transformer.h[0].mlp)(64, config)
+    assert mlp(torch.randn(3, 32)).shape == (3, 32)
+    assert mlp.te_stacks() == []
+
+
 @pytest.mark.parametrize(
     ("family", "tied", "choice"),
     [

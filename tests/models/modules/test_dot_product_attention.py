@@ -161,10 +161,8 @@ class Spy:
             return real.forward(*tensors, **options)
 
         spied = dataclasses.replace(real, forward=forward)
-        monkeypatch.setattr(kernels, "_backends", {**kernels._backends, name: spied})
-        monkeypatch.setattr(
-            attention, "load", lambda asked, load=attention.load: spied if asked == name else load(asked)
-        )
+        backend = kernels.backend
+        monkeypatch.setattr(kernels, "backend", lambda asked: spied if asked == name else backend(asked))
 
 
 @pytest.mark.parametrize("kind", ["causal", "no_mask", "padding", "padding_causal", "padding_causal_bottom_right"])

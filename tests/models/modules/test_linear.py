@@ -29,6 +29,9 @@ def test_initialisation_is_transformer_engines() -> None:
     assert (layer.bias == 0).all()
     own = te.Linear(16, 16, init_method=lambda w: nn.init.constant_(w, 2.0))
     assert (own.weight == 2).all()
+    mlp = te.LayerNormMLP(768, 3072, init_method=lambda w: nn.init.constant_(w, 2.0))
+    assert (mlp.fc1_weight == 2).all()
+    assert mlp.fc2_weight.std().item() == pytest.approx(0.023, rel=0.01)  # it has output_layer_init_method
     assert te.Linear(16, 16, params_dtype=torch.bfloat16).weight.dtype == torch.bfloat16
     assert te.Linear(16, 16, device="meta").weight.is_meta
 
@@ -69,6 +72,18 @@ def test_return_bias_leaves_it_out(name: str, enabled: bool) -> None:
         expected = plain(x)
     assert torch.allclose(y + bias, expected, atol=1e-5)
     assert not torch.allclose(y, expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "LayerNormMLP"])
+def test_a_returned_bias_has_the_outputs_dtype(name: str, enabled: bool) -> None:
+    layer = CASES[name].make(48, return_bias=True)
+    with te.autocast(enabled=enabled, recipe=CURRENT), torch.autocast("cpu", torch.bfloat16):
+        y, bias = layer(torch.randn(8, 48))
+    assert (y.dtype, bias.dtype) == (torch.bfloat16, torch.bfloat16)
+    (y + bias).sum().backward()
+    (own,) = (p for which, p in layer.named_parameters() if which in ("bias", "fc2_bias"))
+    assert torch.equal(own.grad, torch.full_like(own, 8.0))
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -275,17 +290,16 @@ def test_every_call_looks_anew_at_what_its_region_asks_for() -> None:
     def gathered(**options: Any) -> float:
         with te.autocast(recipe=recipe.DelayedScaling(amax_history_len=4), **options):
             layer(x)
-            amax: float = layer._state.slot("input", 0).amax.item()
-        return amax
+            return layer.recipe_state()["amax_history_fwd"][0, 0].item()
 
     assert gathered() == x.abs().max()
     assert "saturated" not in te.numerics(layer)[""]["input"]
-    layer._state.forward.scale.fill_(1.0)
+    layer.recipe_state()["scale_fwd"].fill_(1.0)
     with te.record_numerics():
         gathered()
     counted = te.numerics(layer)[""]["input"]["saturated"]
     assert counted > 0
-    layer._state.forward.scale.fill_(1.0)
+    layer.recipe_state()["scale_fwd"].fill_(1.0)
     gathered()
     assert te.numerics(layer)[""]["input"]["saturated"] == counted
     with torch.no_grad():

@@ -59,7 +59,8 @@ def outcome(layer: te.Linear, x: Tensor) -> list[Tensor]:
         found.append(y.detach())
         y.float().square().sum().backward()
     found += [p.grad for p in (x, *layer.parameters()) if p.grad is not None]
-    return [*found, layer._state.forward.history.clone(), layer._state.forward.scale.clone()]
+    state = layer.recipe_state()
+    return [*found, state["amax_history_fwd"].clone(), state["scale_fwd"].clone()]
 
 
 WEIGHTS: dict[str, Callable[[], Tensor | None]] = {

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_attention import layer
 from test_packed_sequences import PACKED, starts_of
 from torch import Tensor, nn
 
@@ -58,14 +59,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     run = rotary_triton.BACKEND.rotate
     monkeypatch.setattr(rotary_triton, "BACKEND", dataclasses.replace(rotary_triton.BACKEND, rotate=rotate))
     return seen
-
-
-def layer(device: str, **options: Any) -> MultiheadAttention:
-    torch.manual_seed(0)
-    made = MultiheadAttention(HIDDEN, HEADS, **{"attention_dropout": 0.0, "device": device, **options})
-    for parameter in made.parameters():
-        nn.init.normal_(parameter, std=0.4)
-    return made
 
 
 def draw(device: str, *size: int) -> Tensor:

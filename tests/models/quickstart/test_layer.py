@@ -154,12 +154,12 @@ def test_a_layer_that_no_rival_builds_says_why(monkeypatch, changes, reason):
 
 def test_an_activation_that_the_plain_layer_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tuple(plain.ACTIVATIONS) == decoder_layer.ACTIVATIONS
-    model = decoder_layer._first("llama-tiny", 1)
+    model = decoder.build(dataclasses.replace(configs()["llama-tiny"], num_hidden_layers=1))  # type: ignore[call-arg]
     attention, mlp = model.parts()
     gated = mlp._replace(activation="geglu")  # type: ignore[call-arg]
     monkeypatch.setattr(model, "parts", lambda: (attention, gated))
-    monkeypatch.setattr(decoder_layer, "_first", lambda name, length: model)
-    assert decoder_layer.unlike("mine") == "its activation is geglu, and the plain layer's gelu or swiglu"
+    monkeypatch.setattr(decoder, "build", lambda config: model)
+    assert decoder_layer.unlike("llama-tiny") == "its activation is geglu, and the plain layer's gelu or swiglu"
 
 
 def test_te_layer_s_mlp_is_the_plain_one() -> None:

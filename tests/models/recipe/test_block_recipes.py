@@ -222,7 +222,7 @@ def test_the_first_blocks_are_kept_without_the_head_and_beside_the_last() -> Non
     with pytest.raises(ValueError, match=r"bf16_first=0\.5: the model's layers are in no numbered blocks"):
         recipe.RowwiseScaling(bf16_first=0.5).keeps(["up", "down"])
     with pytest.raises(ValueError, match="bf16_first=-1 is not possible: a share of the blocks, 0 to 1"):
-        recipe.RowwiseScaling(bf16_first=-1).keeps(["blocks.0"])
+        recipe.RowwiseScaling(bf16_first=-1)
 
 
 def test_a_share_of_the_blocks_is_that_many_whatever_floats_make_of_it() -> None:
@@ -238,7 +238,10 @@ def test_a_share_that_no_blocks_have_is_refused() -> None:
     with pytest.raises(ValueError, match="in no numbered blocks; leave it at 0"):
         NVFP4BlockScaling(bf16_last=0.5).keeps(["up", "down"])
     with pytest.raises(ValueError, match="bf16_last=2 is not possible: a share of the blocks, 0 to 1"):
-        NVFP4BlockScaling(bf16_last=2).keeps(["blocks.0"])
+        NVFP4BlockScaling(bf16_last=2)
+    for name in recipe.names():
+        with pytest.raises(ValueError, match="bf16_last=5 is not possible: a share of the blocks, 0 to 1"):
+            dataclasses.replace(recipe.load(name), bf16_last=5)
 
 
 def test_convert_and_models_leave_the_last_blocks_in_bf16() -> None:

@@ -344,7 +344,7 @@ def test_replays_of_a_cuda_graph_step_what_was_captured(monkeypatch: pytest.Monk
         capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         layer(torch.ones(4, 24))
     with te.autocast(recipe=recipe.DelayedScaling(amax_history_len=3)):  # a replay: no Python runs in it
-        layer._state.slot("input", 0).amax.fill_(8.0)
+        layer.recipe_state()["amax_history_fwd"][0, 0].fill_(8.0)
     assert scales(layer)["input"] == 56.0
 
 

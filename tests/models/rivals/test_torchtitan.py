@@ -1,5 +1,6 @@
 """What torchtitan's steps over ranks do not go with is said in a sentence; what they compute test_parallel holds."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from te_bench.experiments import plan, trial_model
 from te_bench.experiments.measurement import Unsupported
 from te_bench.experiments.spec import Options, Trial
 from te_bench.experiments.suite_trials import BENCH_PY
+from te_bench.models import rivals
 
 PROBLEM = {**BENCH_PY, "model": "tiny", "batch": 2, "block": 16, "vocab": 250, "padded_vocab": 256, "data": "random"}
 
@@ -34,7 +36,8 @@ def test_what_it_does_not_go_with_is_said_in_a_sentence(settings: dict[str, Any]
 
 def test_a_rival_without_a_way_says_so_in_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Liger's, which a suite divides by an option as it does all training steps."""
-    monkeypatch.setattr("te_bench.models.rivals.liger._lacks", lambda device: None)
+    able = dataclasses.replace(rivals.load("liger"), unsupported=lambda *_: None)
+    monkeypatch.setattr("te_bench.models.rivals.liger.RIVAL", able)
     options = Options(device="cpu", model="llama-tiny", gpus_per_trial=2, parallel="fsdp2")
     [liger] = [t for t in plan.resolve("speed", options).trials if t.problem.get("rival") == "liger"]
     with pytest.raises(Unsupported, match="parallel fsdp2: rival liger has no step over ranks; choose te-bench's own"):

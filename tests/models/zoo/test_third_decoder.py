@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from te_bench.experiments import plan, trial, trial_model
 from te_bench.experiments.measurement import Context
 from te_bench.experiments.spec import Options
-from te_bench.models import configs, cost, decoder, zoo
+from te_bench.models import configs, cost, decoder, rivals, zoo
 from te_bench.models import recipe as recipes
-from te_bench.models.rivals import _parts
 
 FOLDER = Path(__file__).parent / "third"
 NAME = "sandwich"
@@ -127,13 +126,15 @@ def test_suites_measure_it_check_it_and_report_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("third", "plain_heads")
-def test_a_decoder_without_parts_has_all_but_the_fused_step() -> None:
+def test_a_decoder_without_parts_has_all_but_the_fused_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """third/beside.py: attention beside the MLP, six Linears a block."""
     with pytest.raises(ValueError, match="blocks fused: Beside does not say its parts"):
         decoder.load("beside", blocks="fused")
     model = decoder.load("beside")
     assert [type(module).__name__ for module in model.attentions()] == ["Block", "Block"]
-    assert _parts.unlike_llama(configs.configs()["beside"]) == "it does not say its parts"
+    monkeypatch.setattr("te_bench.models.rivals.liger.missing", lambda *_: None)
+    of_liger = rivals.load("liger").unsupported(configs.configs()["beside"], "cuda", (9, 0))
+    assert of_liger == "it does not say its parts"
     experiment = plan.resolve("speed", Options(device="cpu", model="beside"), only="*chunked*/[bf]*[6d]*")
     found = {(one.precision, one.problem.get("blocks")): trial.run(one, Context()) for one in experiment.trials}
     assert {how: reply["outcome"] for how, reply in found.items()} == {

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from journals import record, result_of, step_record, trial
 
-from te_bench.reports.analysis import ranking
+from te_bench.reports.analysis import measures, ranking
 
 
 def ladder(tmp_path, milliseconds, **changes):
@@ -48,10 +48,48 @@ def test_pairs_are_compared_and_not_what_all_seeds_have_in_common(tmp_path):
     assert words(ladder(tmp_path, times)) == {"flash": "fastest", "cudnn": "slower"}
 
 
+def test_pairs_of_the_same_two_gpus_are_one_observation(tmp_path):
+    """As merged from two machines: chips differ alike in each pair, however many there are."""
+
+    def on(gpu, attention, times):
+        found = [step_record(trial(attention=attention, seed=seed), ms) for seed, ms in enumerate(times)]
+        return [dataclasses.replace(one, device_state=one.device_state | {"uuid": gpu}) for one in found]
+
+    here = [*on("GPU-a", "math", (20.0, 20.4, 20.2)), *on("GPU-a", "flash", (10.0, 10.2, 10.1))]
+    there = on("GPU-b", "cudnn", (9.9, 10.1, 10.0))
+    steps = result_of(tmp_path, [*here, *there]).steps
+    assert words(steps) == {"flash": "fastest", "cudnn": ranking.UNPAIRED, "math": "slower"}
+    of = {step.configuration.trial.attention: step.configuration for step in steps.steps}
+    beside, merged = (measures.speedup(of["math"], of[name]) for name in ("flash", "cudnn"))
+    assert (beside.n, beside.low is not None) == (3, True)
+    assert (merged.n, merged.low) == (1, None)
+    assert merged.value == pytest.approx(2.02, abs=0.005)
+
+
 def test_a_single_run_is_neither_fastest_nor_slower(tmp_path):
     times = {"flash": (10.0, 10.1, 10.2), "cudnn": (12.0, 12.2, 12.3), "math": (9.0,), "manual": (100.0,)}
     expected = {"math": "one run", "flash": "fastest", "cudnn": "slower", "manual": "one run"}
     assert words(ladder(tmp_path, times)) == expected
+
+
+def test_several_runs_of_other_seeds_than_the_fastest_are_not_called_one(tmp_path):
+    records = [step_record(trial(attention=name, seed=s), 10.0 + s) for name in ("flash", "cudnn") for s in range(3)]
+    records += [step_record(trial(attention="math", seed=s), 15.0) for s in range(2, 5)]
+    found = result_of(tmp_path, records).steps
+    assert words(found)["math"] == "shares no two runs with the fastest"
+
+
+def test_times_by_pairs_are_those_of_steps_with_fewer_runs_than_the_baseline(tmp_path):
+    baseline = trial(attention="flash").cell
+
+    def by_pairs(name, **times):
+        runs = [(way, seed, ms) for way, each in times.items() for seed, ms in enumerate(each)]
+        records = [step_record(trial(attention=way, seed=seed), ms) for way, seed, ms in runs]
+        return result_of(tmp_path / name, records, baseline=baseline).steps.by_pairs
+
+    assert by_pairs("alike", flash=(10.0, 10.1, 10.2), cudnn=(9.0,), math=(20.0,))
+    assert by_pairs("two", flash=(10.0, 10.1, 10.2), cudnn=(9.0, 9.1, 9.2), math=(20.0,))
+    assert not by_pairs("all", flash=(10.0, 10.1), cudnn=(9.0, 9.1, 9.2), math=(20.0, 20.1))
 
 
 def test_runs_of_other_work_are_not_ranked(tmp_path):

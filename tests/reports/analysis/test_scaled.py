@@ -161,6 +161,13 @@ def test_a_step_that_was_not_timed_on_one_gpu_is_in_the_figure_too(tmp_path):
     assert [text.get_text() for text in axes.texts] == ["80 %"]
 
 
+def test_more_lines_than_colours_differ_by_their_marks(tmp_path):
+    records = [step(20 + n, 2, precision=p, batch=4 + n) for n in range(5) for p in ("bf16", "fp8")]
+    [legend] = scaled_figures.throughput(result_of(tmp_path, *records)).legends
+    looks = [(line.get_color(), line.get_marker()) for line in legend.get_lines()]
+    assert len({*looks}) == len(looks) == 10
+
+
 def test_the_report_says_what_was_not_run(tmp_path):
     result = result_of(tmp_path, step(20), step(25, 2), step(0, 4, outcome="unsupported"))
     [times] = tables.tables_of(result, "scaling")

@@ -186,6 +186,20 @@ def test_a_gap_beyond_the_margin_says_how_many_seeds_would_show_that():
     assert re.search(rf"{better.seeds_needed_at_gap} to \d+ seeds each would show it NON_INFERIOR", better.reason)
 
 
+@pytest.mark.parametrize(("decimals", "told"), [(2, True), (3, False)])
+def test_losses_that_are_equal_as_rounded_prove_no_equality_within_a_margin_that_rounding_hides(decimals, told):
+    ended = [round(x, decimals) for x in (3.281, 3.312, 3.254)]
+    found = compare(ended, ended, margin=MARGIN)
+    assert (found.verdict is Verdict.INCONCLUSIVE) is told
+    assert ("losses of 2 decimals hide a gap of the margin 0.003" in found.reason) is told
+
+
+@pytest.mark.parametrize("alpha", [1e-6, 0.0, 0.5])
+def test_an_error_rate_that_no_table_holds_is_refused(alpha):
+    with pytest.raises(ValueError, match=r"give an error rate from 1e-05 to below 0.5"):
+        judge({"x": ([3.2, 3.3, 3.4], [3.2, 3.31, 3.4])}, margin=MARGIN, alpha=alpha)
+
+
 def test_identical_runs_are_equivalent_only_over_seeds_that_differ():
     control = [3.281, 3.279, 3.283]
     assert compare(control, control, margin=MARGIN).verdict is Verdict.EQUIVALENT

@@ -1,5 +1,6 @@
 import dataclasses
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -126,14 +127,13 @@ def test_tensorboard_directory_or_files(tmp_path):
         ),
         ("step,x,y\n0,1,2\n", "or give step and a column a seed, called by its number"),
         ("3.1\n", "holds one seed only"),
-        ("step,loss,seed\n0,4,1\n10,3,1\n", "holds one seed only"),
         ("run,note\na,good\nb,bad\n", "no column of numbers"),
         ("x,y\n1,2\n3,4\n", "x, y are all numbers; call the column of final losses loss"),
         ("step,x,y,seed\n0,1,2,3\n", "call the one with the losses loss"),
         ("seed,loss\n1,3\n1,4\n", "line 3: seed 1 a second time"),
         ("seed,loss\n1,3\n2,\n", "line 3: no loss; write nan for a run that diverged, or leave the line out"),
         ("step,0,1,2\n0,4,4.1,4\n5,3,3.2,3\n9,2,2.1,2\n", "seeds 0 and 2 are one run, loss for loss: a run counts"),
-        ("step,loss,seed\n0,4,1\n0,3,1\n", "line 3: step 0 of 1 a second time"),
+        ("step,loss,seed\n0,4,1\n0,3,1\n0,4,2\n", "line 3: step 0 of 1 a second time"),
         ("step,loss,seed\n0,4,1\n5,3,1\n0,3,2\n", "seed 2 ends at step 0, others at 5"),
         ("Step,a - loss,b - loss\n0,,1\n", "a has no losses"),
         ("3.1\n3.2,4\n", "line 2: 2 cells where the first line has 1"),
@@ -427,3 +427,10 @@ def test_a_torn_last_line_of_several_curves_is_left_out_and_told(tmp_path):
     assert wide.notes == (f"{tmp_path / 'a.csv'}: the last line is torn and left out",)
     with pytest.raises(ValueError, match=r"seed 1 ends at step 0, others at 9: .*; .*a\.csv: the last line is torn"):
         read(written(tmp_path, "seed,step,loss\n0,0,4.0\n0,9,3.0\n1,0,4.1\n1,9,3"))
+
+
+def test_a_side_of_one_table_is_chosen_by_a_column_of_labels_too(tmp_path):
+    rows = [f"{side},{seed},{3 + seed / 100}" for side in ("bf16", "fp8") for seed in range(3)]
+    path = written(tmp_path, "\n".join(["precision,seed,loss", *rows]) + "\n", "mix.csv")
+    a, b = read_arms([Path(f"{path}:bf16")], [Path(f"{path}:fp8")])
+    assert list(a.final) == list(b.final) == ["0", "1", "2"]

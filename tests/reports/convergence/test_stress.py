@@ -1,5 +1,6 @@
 """The learning rate at which a precision breaks: what breaks a run, and what so many seeds know of the median."""
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from journals import write
 from te_bench.reports.analysis.rows import load_results
 from te_bench.reports.convergence.stress import StressLadder, breaking_point, stress_ladders
 from te_bench.reports.group_result import load_report
+from te_bench.reports.page import loss_figures
 from te_bench.reports.page.gallery import figures_of
 from te_bench.reports.page.headlines import headlines
 from te_bench.reports.page.training_tables import stress
@@ -75,6 +77,18 @@ def test_a_fault_that_was_planted_and_holds_is_named(tmp_path: Path, at: float) 
     assert found.breaking[name].median == ((0, 1) if at == 1 else (1, math.inf))
     table = stress(found)
     assert ("Not seen" in table.note) == (at != 1)
+
+
+def test_more_precisions_than_colours_differ_by_their_marks(tmp_path: Path) -> None:
+    one = ladder(tmp_path / "run", {"control": [64] * 3}, "lost")
+    many = dataclasses.replace(one, results={f"bf16, {n}": one.results["bf16"] for n in range(10)})
+    figure = loss_figures.finals(many)
+    assert figure is not None
+    [axes], [legend] = figure.axes, figure.legends
+    handles = [line for line in legend.get_lines() if line.get_marker() != "None"]
+    looks = [(line.get_color(), line.get_marker()) for line in handles]
+    assert len({*looks}) == len(looks) == 10
+    assert {*looks} == {(line.get_color(), line.get_marker()) for line in axes.lines if line.get_marker() != "None"}
 
 
 def test_what_never_holds_or_never_breaks_is_said_to_lie_beyond_the_ladder(tmp_path: Path) -> None:

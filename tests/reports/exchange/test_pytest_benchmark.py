@@ -165,7 +165,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_our_journal_comes_back_as_it_was(run: Path, exported: Path, tmp_path: Path) -> None:
     records = load(run).records
-    assert pytest_import.write(exported, tmp_path / "back") == (len(records), 0)
+    assert pytest_import.write(exported, tmp_path / "back") == (len(records), 0, 0)
     before, after = load(run), load(tmp_path / "back")
     assert dict(before.records) == dict(after.records)  # samples, checks, kernels and failures too
     assert before.environments == after.environments
@@ -176,8 +176,20 @@ def test_our_journal_comes_back_as_it_was(run: Path, exported: Path, tmp_path: P
 def test_importing_again_adds_nothing(exported: Path, tmp_path: Path) -> None:
     first = pytest_import.write(exported, tmp_path)
     journal = (tmp_path / "journal.jsonl").read_bytes()
-    assert pytest_import.write(exported, tmp_path) == (0, first[0])
+    assert pytest_import.write(exported, tmp_path) == (0, first[0], 0)
     assert (tmp_path / "journal.jsonl").read_bytes() == journal
+
+
+def test_parts_of_one_run_come_together_in_one_journal(run: Path, tmp_path: Path) -> None:
+    for number, only in enumerate(("*/cudagraph/*", "*/eager/*", "*/cudagraph/*")):
+        pytest_export.write(run, tmp_path / "x.json", only=only)
+        added, known, _ = pytest_import.write(tmp_path / "x.json", tmp_path / "back")
+        assert (added > 0, known > 0) == (number < 2, number == 2)
+    back = load(tmp_path / "back")
+    assert len(back.plans) == 2
+    names = {row.trial.name for row in load_results([tmp_path / "back"]).rows}
+    assert names == {record.trial.name for record in back.records.values()}
+    assert {name.split("/")[-2] for name in names} == {"cudagraph", "eager"}
 
 
 def test_a_record_whose_benchmark_was_taken_out_does_not_come_back(exported: Path, tmp_path: Path) -> None:
@@ -198,7 +210,7 @@ def test_the_rounds_that_count_are_those_of_the_benchmarks(exported: Path) -> No
 
 
 def test_their_file_becomes_records_and_goes_back_as_it_came(theirs: Path, tmp_path: Path) -> None:
-    assert pytest_import.write(theirs, tmp_path / "run") == (3, 0)
+    assert pytest_import.write(theirs, tmp_path / "run") == (3, 0, 0)
     journal, own = load(tmp_path / "run"), value_of(theirs)
     records = list(journal.records.values())
     rounds = {record.trial.problem["variant"]: record.samples["latency_s"] for record in records}

@@ -105,6 +105,30 @@ def test_one_commit_without_a_time_puts_all_in_the_order_of_measurement(tmp_path
     assert [point.commit[:2] for point in one.points] == ["05", "01"]
 
 
+def test_a_family_has_one_order_so_that_its_panels_agree(tmp_path: Path) -> None:
+    both = journals.trial(attention="flash"), journals.trial(attention="cudnn")
+    runs = [
+        run(tmp_path / str(day), environment(9 - day, git_commit_time=f"2026-0{9 - day}-01T00:00:00Z"), day, *both)
+        for day in range(1, 9)  # the newest commit first
+    ]
+    runs.append(
+        run(tmp_path / "9", environment(9), 9, both[0])
+    )  # without a commit time, and with one of the two series
+    flash, cudnn = load_history(runs).series
+    assert [point.commit for point in flash.points[:8]] == [point.commit for point in cudnn.points]
+
+
+def test_machines_with_the_same_gpu_are_told_apart_by_their_cpu(tmp_path: Path) -> None:
+    runs = []
+    for cpu, day in (("AMD EPYC", 1), ("Intel Xeon", 2)):
+        body = environment(day)
+        body["identity"]["cpu"] = cpu
+        runs.append(run(tmp_path / str(day), body, day))
+    assert [one.where for one in load_history(runs[:1]).series] == [journals.H200]
+    where = [one.where for one in load_history(runs).series]
+    assert [label.split(", ")[:2] for label in where] == [[journals.H200, "AMD EPYC"], [journals.H200, "Intel Xeon"]]
+
+
 def test_machines_quantities_and_settings_are_series_of_their_own(tmp_path: Path) -> None:
     for name, gpu in (("a", journals.H200), ("b", "NVIDIA H100")):
         body = environment(1, gpu) | {"id": f"env-{name}"}
@@ -205,15 +229,34 @@ def test_headline_and_terminal_name_the_greatest_slow_down(found: History, tmp_p
     said = history_page.headline(found)
     assert said.startswith("2 changes of level in 3 series; the greatest slow-down: +")
     assert "flash attention at 15abababab" in said
-    quiet = load_history(commits(tmp_path / "quiet", {}, number=3))
+    quiet = load_history(commits(tmp_path / "quiet", {}, number=7))
     assert history_page.headline(quiet) == "No change of level in 3 series."
     faster = load_history(commits(tmp_path / "faster", {"cudnn": {8: 0.8}}, number=16), only="*/cudnn/*")
     assert history_page.headline(faster) == "One change of level in one series, none of them slower."
 
-    assert {row[4].text for row in history_page.series(quiet).rows} == {"—"}  # short series are marked
     lines = history_page.terminal(found).splitlines()
     assert max(map(len, lines[1:])) <= 100
     assert any("flash attention " in line and "15abababab" in line and " +" in line for line in lines[1:])
+
+
+def test_series_too_short_to_be_searched_are_counted_apart_and_show_what_was_measured(tmp_path: Path) -> None:
+    runs = commits(tmp_path / "runs", {"flash": {4: 2.0}}, number=5)
+    short = load_history(runs)
+    assert history_page.headline(short) == "None of 3 series has the 6 points that a search takes."
+    alone = load_history(runs, only="*/flash/*")
+    assert history_page.headline(alone) == "The series does not have the 6 points that a search takes."
+    table = history_page.series(alone)
+    row = dict(zip([column.title for column in table.columns], table.rows[0], strict=True))
+    assert row["Noise"].text == "—"
+    ends = [alone.series[0].points[place].seconds for place in (0, -1)]
+    assert [row[f"{which} level, ms"].sort for which in ("First", "Last")] == ends
+
+    sixth = commits(tmp_path / "more", {"flash": {4: 2.0}}, number=6)[5]
+    some = load_history(
+        [*runs, journals.write(tmp_path / "flash", list(load(sixth).records.values())[2:4], body=environment(6))]
+    )
+    said = history_page.headline(some)
+    assert said.startswith("One change of level in 1 of 3 series (the others have fewer than 6 points); the greatest")
 
 
 @pytest.fixture(scope="module")

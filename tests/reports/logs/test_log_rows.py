@@ -146,3 +146,46 @@ def test_a_rank_that_is_the_only_one_leaves_a_resumed_run_as_it_was_logged(tmp_p
     )
     assert found.curves["0"].loss[-81] == loss_at(80, 0)
     assert "losses were logged again, as by a resumed run" in found.notes[0]
+
+
+@pytest.mark.parametrize("write", [csv_of, json_of])
+def test_a_last_row_without_a_step_does_not_turn_steps_into_numbers_of_rows(write, tmp_path):
+    """Sides of two lengths, logged equally often: their last row has a loss and no step."""
+
+    def rows(every):
+        return lambda seed: [
+            *({"step": every * n, "loss": loss_at(n, seed)} for n in range(101)),
+            {"step": None, "loss": loss_at(100, seed)},
+        ]
+
+    a, b = arm(tmp_path / "a", rows(10), write), arm(tmp_path / "b", rows(20), write)
+    found = read_arms([a], [a])[0]
+    assert found.curves["0"].step[-1] == 1000
+    assert "loss is left out of the rows without step, 1 of 102" in found.notes[0]
+    with pytest.raises(ValueError, match=r"the curves end at step 1000 in .* and at step 2000"):
+        judge_losses(*read_arms([a], [b]), margin=0.003)
+    few = arm(tmp_path / "few", lambda seed: [{"step": n if n < 9 else None, "loss": 3.0} for n in range(20)], write)
+    with pytest.raises(ValueError, match="11 of 20 rows with loss have no step: give each its step"):
+        read_arms([few], [few])
+
+
+def test_steps_that_are_written_as_text_are_steps(tmp_path):
+    found = both(tmp_path, lambda seed: [{"step": str(10 * n), "loss": loss_at(n, seed)} for n in range(9)], json_of)
+    assert found.curves["0"].step[-1] == 80
+
+
+@pytest.mark.parametrize("write", [csv_of, json_of])
+def test_a_run_that_was_resumed_within_a_fraction_of_an_epoch_begins_no_new_one(write, tmp_path):
+    steps = [*range(0, 71, 10), *range(56, 101, 4)]
+    found = both(
+        tmp_path,
+        lambda seed: [{"step": s, "epoch": s / 100, "loss": loss_at(n, seed)} for n, s in enumerate(steps)],
+        write,
+    )
+    assert found.curves["0"].step[-1] == 100
+    assert "losses were logged again" in found.notes[0]
+
+
+def test_a_csv_a_seed_may_say_its_seed_in_a_column(tmp_path):
+    found = both(tmp_path, lambda seed: [{"step": n, "seed": 7 + seed, "loss": loss_at(n, seed)} for n in range(9)])
+    assert list(found.final) == ["7", "8", "9"]

@@ -193,6 +193,7 @@ def test_a_loss_that_rises_again_stays_in_the_frame(tmp_path):
     assert "its first fall, from 4, is above the frame" in " ".join(t.get_text() for t in figure.legends[0].texts)
 
 
+@pytest.mark.usefixtures("drawn_once")
 def test_band_is_drawn_for_several_seeds_only(tmp_path):
     for seeds, shown in ((1, False), (3, True)):
         records = [curve_record(trial("training", seed=s), 0.1 * s) for s in range(seeds)]

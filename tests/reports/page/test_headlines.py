@@ -94,6 +94,19 @@ def test_noise_names_no_winner_and_says_why(tmp_path):
     assert shown.count("not distinguished") == 4
 
 
+def test_several_runs_that_share_too_few_seeds_are_not_said_to_have_run_once(tmp_path):
+    records = timed(flash=(10.0, 10.1, 10.2), cudnn=(12.0, 12.1, 12.2))
+    apart = [step_record(trial(attention="math", seed=s), 15.0) for s in range(2, 5)]
+    assert sentences(tmp_path / "a", [*records, *apart])[1] == (
+        "One configuration shares no two runs with the fastest, so no interval compares it with these; the fastest: "
+        "PyTorch eager bf16, math attention: 15.0 ms."
+    )
+    both = sentences(tmp_path / "b", [*records, *apart, *timed(manual=(90.0,))])[1]
+    assert both.startswith(
+        "2 configurations ran once or share no two runs with the fastest, so no interval compares them"
+    )
+
+
 def test_what_is_slower_than_all_that_are_not_told_apart_is_named(tmp_path):
     records = timed(flash=(10.0, 10.4, 10.2), cudnn=(10.3, 10.3, 10.4), math=(20.0, 20.4, 20.2))
     assert sentences(tmp_path, records) == [

@@ -4,6 +4,7 @@ import pytest
 import run_logs
 from browser import CHROMIUM, NO_CHROMIUM, Quiet, browser, served
 from journals import HOSTILE, everything, record, trial, write
+from svg_alone import svg_alone
 
 from te_bench.reports.convergence.loss_logs import read_arms
 from te_bench.reports.convergence.loss_verdict import judge_losses
@@ -55,7 +56,8 @@ so that the last of these words are nowhere to be seen by anybody.</p>
 def site(tmp_path_factory):
     """Root folder and URL of a server that holds the report of a full run, and one of a hostile run that all failed."""
     root = tmp_path_factory.mktemp("site")
-    write_report([everything(root / "run")], root / "full")
+    with svg_alone():
+        write_report([everything(root / "run")], root / "full")
     failed = record(trial(attention=HOSTILE), outcome="crashed", reason=HOSTILE)
     write_report([write(root / "bad", [failed], title=HOSTILE)], root / "hostile")
     for side, gap in (("a", 0.0), ("b", 0.0013)):

@@ -234,7 +234,11 @@ def test_device_state_and_throttling_are_told(tmp_path):
 
 
 def test_a_study_over_hosts_shows_what_they_were_and_no_host_as_if_of_all(tmp_path):
-    hosts = [{"driver": "580.1", "cpu": "EPYC", "cores": 16}, {"driver": "580.2", "cpu": "Xeon", "cores": 8}]
+    clock = {"max_sm_clock_hz": 1.98e9}
+    hosts = [
+        {"driver": "580.1", "cpu": "EPYC", "cores": 16, "power_limit_w": 700.0, **clock},
+        {"driver": "580.2", "cpu": "Xeon", "cores": 8, "power_limit_w": 600.0, **clock},
+    ]
     known = environment()
     identity = {k: v for k, v in known["identity"].items() if k not in hosts[0]}
     details = {**known["details"], **hosts[1], "os": "Debian 12", "kernel": "6.1.0", "memory_bytes": 2**40}
@@ -242,6 +246,7 @@ def test_a_study_over_hosts_shows_what_they_were_and_no_host_as_if_of_all(tmp_pa
     records = [record(trial(seed=i), device_state=state) for i, state in enumerate(hosts)]
     page = content(write_report([write(tmp_path / "run", records, body=body)], tmp_path / "out").parent)
     shown = {"driver": "580.1; 580.2", "cpu": "EPYC; Xeon", "cores": "8 to 16"}
+    shown |= {"power limit": "600 to 700 W", "max sm clock": "1,980 MHz"}
     assert all(f"<dt>{name}</dt><dd>{value}</dd>" in page for name, value in shown.items())
     assert not any(of_one in page for of_one in ("Debian 12", "6.1.0", "1024.0 GiB"))
 

@@ -20,7 +20,7 @@ from te_bench.reports.group_result import load_report
 from te_bench.reports.page import answers
 from te_bench.reports.page.headlines import headlines
 from te_bench.reports.page.table import filled, word
-from te_bench.reports.page.tables import TABLES, markdown, summary, tables_of, terminal
+from te_bench.reports.page.tables import TABLES, escape, markdown, summary, tables_of, terminal
 
 
 def table_of(tmp_path, name, records, **settings):
@@ -296,6 +296,12 @@ def test_every_table_of_a_full_run_and_none_of_an_empty_plan(tmp_path):
         assert markdown(table).count("\n") == len(table.rows) + 2
     empty = result_of(tmp_path, [])
     assert [table for name in TABLES for table in tables_of(empty, name)] == []
+
+
+def test_underscores_that_markdown_would_read_are_escaped():
+    kept = "_cast_kernel, aten::_mm, fused__to_copy_8"  # nothing ends an emphasis
+    assert escape(kept) == kept
+    assert escape("test[__x__] _a_ train_step _") == r"test\[\_\_x\_\_\] \_a\_ train_step \_"
 
 
 def test_markdown_keeps_hostile_text_as_text(tmp_path):

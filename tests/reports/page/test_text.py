@@ -23,6 +23,13 @@ def test_speedup_never_invents_an_interval():
     assert text.speedup(None) == "—"
 
 
+def test_ratios_and_hours_keep_digits_at_any_size():
+    assert [text.times(value) for value in (0.0043, 0.1, 12.345, 0.0)] == ["0.00430×", "0.10×", "12.35×", "0.00×"]
+    assert text.speedup(Ratio(value=0.0043, n=3, low=0.004, high=0.0047)) == "0.00430× [0.00400, 0.00470]"
+    hours = {0.0: "0", 0.1: "0.000028", 540.0: "0.15", 18_000.0: "5", 358_560.0: "100", 4_000_000.0: "1,111"}
+    assert {seconds: text.hours(seconds) for seconds in hours} == hours
+
+
 def test_units():
     assert text.gib(9.1 * 2**30) == "9.10"
     assert text.tera(4.01e14) == "401.0"

@@ -7,9 +7,10 @@ from statistics import fmean
 
 import pytest
 from contrast import faint_texts
-from convergence_runs import JUDGEMENT, TRUTH, run_record, study_records, write_study
+from convergence_runs import JUDGEMENT, TRUTH, pool_records, run_record, study_records, write_study
 from journals import only_group, result_of
 from matplotlib.figure import Figure
+from svg_alone import svg_alone
 
 from te_bench.experiments.spec import Record
 from te_bench.reports.group_result import load_report
@@ -30,8 +31,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def drawings(run: Path) -> dict[str, Drawing]:
-    result = only_group(run)
-    return {drawing.name: drawing for drawing in gallery.figures_of(result, "")}
+    with svg_alone():
+        return {drawing.name: drawing for drawing in gallery.figures_of(only_group(run), "")}
 
 
 @pytest.mark.parametrize("early", [0.008, -0.5])
@@ -194,7 +195,17 @@ def test_weights_and_states_are_judged_against_float32_by_name(tmp_path: Path) -
     assert "Final gaps against float32 weights and states" in page
     assert "| bf16, float32 weights and states |" in page
     assert "like bf16" not in page
+    assert "| Rate below | p against float32 weights and states |" in page
     assert "equal loss" not in page  # a CPU's clock times an emulation
+
+
+def test_a_pool_counts_runs_of_what_it_compares_with(tmp_path: Path) -> None:
+    truth = {arm: gap for arm, gap in TRUTH.items() if arm != "rowwise_scaling"}
+    records = in_fewer_bits(pool_records(truth, 6, 3, sd=0.0002), "delayed_scaling", "bf16")
+    [found] = only_group(write_study(tmp_path, records, {**JUDGEMENT, "seeds": 6, "pool": 3})).studies
+    [table] = tables.tables_of(only_group(tmp_path), "verdict")
+    titles = [column.title for column in table.columns]
+    assert titles[titles.index("Runs") + 1] == f"Of {found.study.reference}" == "Of float32 weights and states"
 
 
 def test_names_in_a_headline_are_told_apart(tmp_path: Path) -> None:
@@ -248,6 +259,24 @@ def test_the_figure_of_time_to_equal_loss_is_of_the_loss_that_a_recipe_is_held_t
     assert level == pytest.approx(fmean(loss for one in finals for loss in one))
 
 
+def test_a_recipe_that_ends_before_the_frame_of_bf16_is_drawn(tmp_path: Path) -> None:
+    records = [
+        one
+        if one.trial.recipe != "delayed_scaling" or one.trial.problem["arm"] != "recipe"
+        else dataclasses.replace(
+            one, samples={**one.samples, **{at: [t / 3 for t in one.samples[at]] for at in ("time_s", "val_time_s")}}
+        )
+        for one in study_records(sd=0.0002)
+    ]
+    [found] = only_group(write_study(tmp_path, records)).studies
+    figure = equal_loss.figure(found)
+    assert figure is not None
+    panels = {axes.get_title(loc="left").partition(":")[0]: axes for axes in figure.axes}
+    [recipe] = [line for line in panels["delayed scaling"].lines if line.get_linestyle() == "--"]
+    left, right = panels["delayed scaling"].get_xlim()
+    assert sum(left <= at <= right for at in recipe.get_xdata()) >= 5
+
+
 def above_the_frame(figure: Figure) -> list[str]:
     """What the legend says of curves that are above the frame, before these words."""
     [legend] = figure.legends
@@ -292,6 +321,19 @@ def test_loss_against_time_leaves_out_what_only_shows_that_a_study_works(by_time
     names = [words.get_text() for words in legend.get_texts()]
     assert any(name.startswith("delayed scaling (mean of 5)") for name in names)
     assert not any("A/A" in name or "broken" in name or "not run" in name for name in names)
+
+
+def panel_heights(figure: Figure) -> list[float]:
+    """The panels' heights in inches, as drawn."""
+    figure.canvas.draw()
+    return [axes.get_window_extent().height / figure.dpi for axes in figure.axes]
+
+
+def test_a_long_legend_makes_the_figure_taller_and_not_its_panels(tmp_path: Path, by_time: Figure) -> None:
+    [comparison] = only_group(write_study(tmp_path / "run", study_records())).trainings
+    short = loss_figures.losses(comparison, "time_s")
+    assert len(short.legends[0].texts) + 4 <= len(by_time.legends[0].texts)
+    assert panel_heights(by_time) == pytest.approx(panel_heights(short), rel=0.15)
 
 
 def test_curves_of_one_figure_differ_in_colour_or_marker(by_time: Figure) -> None:

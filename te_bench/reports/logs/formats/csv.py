@@ -12,7 +12,7 @@ from typing import Any
 from te_bench.reports.logs import TORN, LogFile, LogFormat, Series
 from te_bench.reports.logs.names import TRAINING, is_loss, plain
 from te_bench.reports.logs.rows import RANK, STEP, series_of
-from te_bench.reports.logs.table import SEED, SPAN, TIMES, WANDB, number, number_at, table_of
+from te_bench.reports.logs.table import SEED, SPAN, TIMES, WANDB, number, number_at, step_at, table_of
 
 TAG = r"tag-(.+)$"  # in the name of a download: run-bf16_s0-tag-train_loss.csv
 
@@ -21,32 +21,34 @@ def _read(files: Sequence[LogFile]) -> Series:
     [file] = files
     history = _history(file)
     assert history is not None
-    rows, torn = history
+    rows, torn, seed = history
     step = next(name for name in STEP if name in rows[0])
     at = {row[step] for row in rows}
     if len(at) == len(rows) and None not in at:
         rows.sort(key=lambda row: row[step])  # in any order, where no step has two rows
-    return replace(series_of(rows, file.path, "an empty cell"), notes=(TORN.format(file.path),) if torn else ())
+    found = series_of(rows, file.path, "an empty cell")
+    return replace(found, seed=seed, notes=(*found.notes, *((TORN.format(file.path),) if torn else ())))
 
 
-def _history(file: LogFile) -> tuple[list[dict[str, Any]], bool] | None:
+def _history(file: LogFile) -> tuple[list[dict[str, Any]], bool, str | None] | None:
     """The rows of a CSV of one run, {column in lower case: number, None of an empty cell}; None for any other CSV.
 
-    Beside them, whether a torn last line is left out. One run has a step, one column beside it or some with "loss" in their
-    names, and no seeds; or W&B's columns, "run - metric", of a single run. Raises ValueError, with the line, for a step or a
-    loss that is no number.
+    Beside them, whether a torn last line is left out, and the seed, if a column says it. One run has a step, one column
+    beside it or some with "loss" in their names, and one seed at most; or W&B's columns, "run - metric", of a single run.
+    Raises ValueError, with the line, for a step or a loss that is no number.
     """
     try:
         table = table_of(file)
     except ValueError:
         return None
     names = [name.lower() for name in table.header or ()]
-    step = table.column(STEP)
-    if step is None or table.column(SEED) is not None or len({n.rpartition(WANDB)[0] for n in names if WANDB in n}) > 1:
+    step, run = table.column(STEP), table.column(SEED)
+    seeds = set() if run is None else {row[run] for _, row in table.rows}
+    if step is None or len(seeds) > 1 or len({n.rpartition(WANDB)[0] for n in names if WANDB in n}) > 1:
         return None
     if any(WANDB in name for name in names):  # W&B's own "Step" counts log calls
         names = ["_step" if name == "step" else name.rpartition(WANDB)[2] for name in names]
-    axes = {*STEP, *RANK}
+    axes = {*STEP, *RANK, *SEED}
     others = [c for c, n in enumerate(names) if not (n in axes or n.startswith(TIMES) or n.endswith(SPAN))]
     losses = [c for c in others if is_loss(names[c])]
     if not losses and len(others) == 1:
@@ -58,8 +60,9 @@ def _history(file: LogFile) -> tuple[list[dict[str, Any]], bool] | None:
     rows: list[dict[str, Any]] = []
     for line, row in table.rows:
         found: dict[str, Any] = {names[c]: value for c in loose if (value := number(row[c])) is not None}
-        rows.append(found | {names[c]: number_at(table, line, row[c]) if row[c] else None for c in strict})
-    return rows, table.torn is not None
+        at = {c: step_at if names[c] in STEP else number_at for c in strict}
+        rows.append(found | {names[c]: at[c](table, line, row[c]) if row[c] else None for c in strict})
+    return rows, table.torn is not None, next(iter(seeds), None)
 
 
 def _unnamed(file: LogFile) -> str:

@@ -42,14 +42,14 @@ _TRAINERS = (
 )
 
 
-def _recognises(file: LogFile) -> bool:
-    text = "".join(lines_of(file))
-    return any(pattern.search(text) for patterns in _TRAINERS for pattern in patterns.values())
+def _who_printed(files: Sequence[LogFile]) -> list[dict[str, re.Pattern[str]]]:
+    texts = ["".join(lines_of(file)) for file in files]
+    return [one for one in _TRAINERS if any(pattern.search(text) for text in texts for pattern in one.values())]
 
 
 def _read(files: Sequence[LogFile]) -> Series:
     """Read the lines of the trainer that printed most of them, so that no stray line is taken for a loss."""
-    both = [(patterns, read_lines(files, patterns)) for patterns in _TRAINERS]
+    both = [(patterns, read_lines(files, patterns)) for patterns in _who_printed(files)]
     patterns, found = max(both, key=lambda one: sum(map(len, one[1].losses.values())))
     if patterns is not _NEMO or "val loss" not in found.losses:
         return found
@@ -60,6 +60,6 @@ def _read(files: Sequence[LogFile]) -> Series:
 
 FORMAT = LogFormat(
     title="the console log of nanoGPT, modded-nanogpt, LitGPT, torchtune or NeMo, or llm.c's main.log",
-    recognises=_recognises,
+    recognises=lambda file: bool(_who_printed([file])),
     read=_read,
 )

@@ -51,7 +51,8 @@ def _read(files: Sequence[LogFile]) -> Series:
             if n < len(lines):
                 raise
             notes.append(TORN.format(file.path))
-    return replace(series_of(rows, file.path), notes=tuple(notes))
+    found = series_of(rows, file.path)
+    return replace(found, notes=(*found.notes, *notes))
 
 
 def _object(file: LogFile, text: str, where: str) -> dict[str, Any]:
@@ -82,7 +83,7 @@ def _binary(file: LogFile) -> Series:
         ) from error
     torn = (f"{file.path}: the last record is torn and left out",) if end < len(file.content.rstrip(b"\0")) else ()
     found = series_of(rows, file.path)
-    return replace(found, seed=str(seed) if isinstance(seed, int) else None, notes=torn)
+    return replace(found, seed=str(seed) if isinstance(seed, int) else None, notes=(*found.notes, *torn))
 
 
 def _items(message: bytes) -> dict[str, Any]:

@@ -15,6 +15,7 @@ FAULTS = (
     "exit",
     "nan-sample",
     "raises",
+    "no-log",
     "lock",
     "sound-after",
 )

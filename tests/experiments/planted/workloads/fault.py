@@ -111,6 +111,11 @@ def raises(trial: Trial, cache: Path) -> Measurement:
     raise KeyError("<b>not\nthere</b>")
 
 
+def no_log(trial: Trial, cache: Path) -> Measurement:
+    Path("/proc/self/fd/2").readlink().unlink()
+    raise KeyError("its log is gone")
+
+
 def hang(trial: Trial, cache: Path) -> Measurement:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     subprocess.Popen(["sleep", "1000"])
