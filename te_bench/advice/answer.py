@@ -138,7 +138,10 @@ def _faster(evidence: Evidence, decision: Decision) -> str:
     said += f"{decision.runs} runs of each" if decision.runs > 1 else "one run of each"
     if decision.over_best is not None:
         other, ratio = decision.over_best
-        said += f"; {text.speedup(ratio)} as fast as the best that was measured without te-bench ({other.words()})"
+        fits = " and fits" if len(decision.fitting) < len(evidence.steps) else ""
+        said += (
+            f"; {text.speedup(ratio)} as fast as the best that was measured{fits} without te-bench ({other.words()})"
+        )
     unknown = [naming.rival_name(name) for name in unmeasured_rivals(evidence)]
     return f"{said}. Not measured: {text.listed(unknown, len(unknown))}." if unknown else f"{said}."
 

@@ -164,7 +164,7 @@ def nvidia_gpus() -> list[dict[str, Any]]:
                 "capability": _capability(handle),
                 "max_sm_clock_hz": _try(pynvml.nvmlDeviceGetMaxClockInfo, handle, 1, scale=1e6),
                 "max_memory_clock_hz": _try(pynvml.nvmlDeviceGetMaxClockInfo, handle, 2, scale=1e6),
-                "power_limit_w": _try(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle, scale=1e-3),
+                "power_limit_w": _try(pynvml.nvmlDeviceGetPowerManagementLimit, handle, scale=1e-3),
             }
         )
     return gpus

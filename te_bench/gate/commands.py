@@ -84,6 +84,7 @@ class CommandRunner:
 
     def run(self, commands: Commands, words: Sequence[str], root: Path, timeout_s: float, *, timed: bool) -> CommandRun:
         """Run a command in a revision's files. Raise Failed if it fails, Unrunnable if the process that runs it is gone."""
+        self._oom_kills = oom_kills()
         figures, output = root.with_suffix(".json"), root.with_suffix(".output")
         figures.unlink(missing_ok=True)
         places = {JSON: str(figures), ROOT: str(root)}

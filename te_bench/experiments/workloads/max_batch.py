@@ -26,7 +26,7 @@ from te_bench.models import adopted
 
 EAGER_STEPS = 2  # on a CPU, where a step of the largest batch takes a second
 STEPS = 3  # AdamW's moments exist after the first; a captured or compiled step has settled after the second
-CONTEXT = 2**30  # bytes that a process without tensors may hold
+OTHERS = 0.1  # of a GPU's memory: more than a desktop, or contexts without tensors, hold
 LIMIT = 1 << 16  # no try beyond this batch
 
 Try = dict[str, Any]
@@ -34,6 +34,7 @@ Try = dict[str, Any]
 
 def run(trial: Trial, context: Context) -> Measurement:
     _require_limit(trial)
+    require_free(trial)  # while this process holds nothing
     _look_once(trial)
     verified = verify(trial)
     batch, tries = largest(trial)
@@ -48,7 +49,6 @@ def largest(trial: Trial) -> tuple[int, list[Try]]:
     Unsupported on a CPU without memory_limit_gib, Interrupted while other processes hold memory of the GPU.
     """
     _require_limit(trial)
-    _require_free(trial)
     _look_once(trial)
     tries: list[Try] = []
 
@@ -90,14 +90,14 @@ def _require_limit(trial: Trial) -> None:
         raise Unsupported("the largest batch on a CPU needs memory_limit_gib: a host without memory kills at random")
 
 
-def _require_free(trial: Trial) -> None:
+def require_free(trial: Trial) -> None:
     """Raise Interrupted if other processes hold memory that the tries may use: all of the GPU's, or memory_limit_gib."""
     gpus = environment.visible_gpus() if trial.device == "cuda" else []
     held = environment.memory_in_use(gpus[0]["uuid"]) if gpus else None
     if held is None:
         return
     total, gib = gpus[0]["memory_bytes"], _limit_gib(trial)
-    if held > total - min(total - CONTEXT, total if gib is None else gib * 2**30):
+    if held > total - min((1 - OTHERS) * total, total if gib is None else gib * 2**30):
         raise Interrupted(f"other processes hold {held / 2**30:.1f} GiB of the GPU; rerun when they have ended")
 
 

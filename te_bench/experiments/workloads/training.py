@@ -44,6 +44,7 @@ def run(trial: Trial, context: Context) -> Measurement:
             return run(trial, dataclasses.replace(context, trunks=Path(folder)))
     work: dict[str, object] = {}
     if p.batch == "max":
+        max_batch.require_free(trial)
         batch, tries = max_batch.largest(trial)
         work = {"batch": batch, "tries": tries}
         trial = trial.with_(batch=batch)

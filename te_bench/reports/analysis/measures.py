@@ -140,15 +140,15 @@ def paired_ratio(slower: Configuration, faster: Configuration, *samples: str) ->
 
 
 def independent(pairs: Values, *gpus: Mapping[Process, str | None]) -> list[float]:
-    """Return the pairs' values, but one mean for all pairs of the same two GPUs.
+    """Return the pairs' values, or their one mean where all are of the same two GPUs, in that order.
 
-    Two chips differ, by 2 % for instance, alike in each of their pairs: such pairs are one observation, however many.
+    Two chips differ, by 2 % for instance, alike in each of their pairs: such pairs are one observation, however many. In a
+    sweep over several GPUs the pairs' GPUs change places, and their values vary by that.
     """
-    apart: dict[object, list[float]] = {}
-    for pair, value in pairs.items():
-        of = tuple(one.get(pair) for one in gpus)
-        apart.setdefault(of if len({*of} - {None}) > 1 else pair, []).append(value)
-    return [statistics.fmean(values) for values in apart.values()]
+    [of, *others] = {tuple(one.get(pair) for one in gpus) for pair in pairs} or [()]
+    if not others and len({*of} - {None}) > 1:
+        return [statistics.fmean(pairs.values())]
+    return list(pairs.values())
 
 
 def gpus_by_seed(configuration: Configuration) -> dict[Process, str | None]:

@@ -5,7 +5,7 @@ process with the same seed. Another is slower if a one-sided t-test of the mean 
 number of comparisons, at least two; the rest are not distinguished. The truly fastest is among these with a probability of
 95 %, whichever was taken for the best: only an error in its own comparison removes it (Bonferroni; multiple comparisons
 with the best, after Gupta 1965, Technometrics 7:225, and Hsu 1984, Ann. Stat. 12:1136). Losses are compared in the same
-way, by differences. Pairs of the same two GPUs count as one.
+way, by differences.
 """
 
 import math
@@ -33,7 +33,7 @@ from te_bench.reports.analysis.rows import Configuration
 from te_bench.reports.analysis.steps import MeasuredStep
 
 FASTEST, TIED, SLOWER = WORDS = "fastest", "not distinguished", "slower"
-ALONE, UNPAIRED = "one run", "shares no two runs with the fastest"  # what cannot be ranked
+ALONE, UNPAIRED = "one run", "shares no two runs, or no GPU, with the fastest"  # what cannot be ranked
 FEW = 5  # up to this number of processes, words say "only"
 
 

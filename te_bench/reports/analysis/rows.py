@@ -20,6 +20,9 @@ NOT_RUN, GO_ON = "not run yet", "rerun the same command to go on"
 #: {timed sample of a record, in seconds: what it adds to its trial's name}.
 TIMED = {"latency_s": "", "forward_s": "/forward", "backward_s": "/backward"}
 
+#: Settings of a machine that older records do not have.
+LATER = frozenset(("kernels", "max_sm_clock_hz", "power_limit_w", "variables"))
+
 #: Settings that must agree for two loss curves to be comparable. The batch may differ: each arm has the largest that fits.
 _COURSE = ("model", "block", "data", "data_sha256", "corpus", "tokenizer", "order", "steps", "branch_at", "budget_s")
 _OF_MODEL = ("model", "batch", "sequence")  # of a layer outside the quickstart
@@ -197,10 +200,12 @@ def identity(environment: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any], *, apart: str | None = None) -> tuple[str, ...]:
-    """Return how two identities differ, without the setting `apart`."""
+    """Return how two identities differ, without the setting `apart`, and LATER ones that one of them does not have."""
     found = [] if before and after else ["one of the two machines is not recorded"]
     for name in dict.fromkeys([*before, *after]):
         old, new = ("not recorded" if of.get(name) is None else str(of[name]) for of in (before, after))
+        if name in LATER and not (name in before and name in after):
+            continue
         if name != apart and before.get(name) != after.get(name):
             found.append(printable(f"{name}: {old} -> {new}"))
     return tuple(found)

@@ -254,13 +254,14 @@ def check_test(margin: float, alpha: float) -> None:
     """Raise ValueError for a margin that is not positive and finite, or an alpha outside of [LEAST_ALPHA, 0.5)."""
     if not (math.isfinite(margin) and margin > 0):
         raise ValueError(f"margin {margin}: give the largest gap in loss that you would accept, above 0, such as 0.003")
-    check_alpha(alpha)
+    check_alpha(alpha, LEAST_ALPHA)
 
 
-def check_alpha(alpha: float) -> None:
-    """Raise ValueError for an alpha outside of [LEAST_ALPHA, 0.5)."""
-    if not LEAST_ALPHA <= alpha < 0.5:
-        raise ValueError(f"alpha {alpha:g}: give an error rate from {LEAST_ALPHA:g} to below 0.5, such as 0.05")
+def check_alpha(alpha: float, least: float = 0.0) -> None:
+    """Raise ValueError for an alpha that is not above 0, below `least`, or not below 0.5."""
+    if not (0 < alpha < 0.5 and alpha >= least):
+        lower = f"from {least:g} to below" if least else "between 0 and"
+        raise ValueError(f"alpha {alpha:g}: give an error rate {lower} 0.5, such as 0.05")
 
 
 def level(alpha: float) -> str:

@@ -36,7 +36,7 @@ def series_of(rows: Iterable[Mapping[str, Any]], place: object, blank: str = "nu
     The step is the first of STEP that every row with that value has, else that most of them have, which are left out
     without it, or the row's number where no row has a step. A step that starts again with each epoch goes on over the
     epochs. Rows of named ranks are put side by side. `blank`: what stands for a value that is none. Raises ValueError, with
-    `place`, for losses whose steps start again without an epoch, and for losses of which fewer than half have a step.
+    `place`, for losses whose steps start again without an epoch.
     """
     numbers: list[_Row] = []
     empty: dict[str, list[int]] = {}
@@ -53,14 +53,15 @@ def series_of(rows: Iterable[Mapping[str, Any]], place: object, blank: str = "nu
     losses, blanks, notes = {}, {}, []
     for name, at in known.items():
         had = [step for step in axes if all(step in numbers[n] for n in at)]
-        if not had and is_loss(name) and (counts := {step: sum(step in numbers[n] for n in at) for step in axes}):
+        counts = {step: sum(step in numbers[n] for n in at) for step in axes if axes[step]}
+        if not had and is_loss(name) and any(counts.values()):
             step = max(counts, key=counts.__getitem__)
-            without = len(at) - counts[step]
-            if counts[step] and 2 * without >= len(at):
-                raise ValueError(f"{place}: {without} of {len(at)} rows with {name} have no {step}: give each its step")
-            if counts[step]:
-                notes.append(f"{place}: {name} is left out of the rows without {step}, {without} of {len(at)}")
+            without = f"without {step}, {len(at) - counts[step]} of {len(at)}"
+            if 2 * counts[step] > len(at):
+                notes.append(f"{place}: {name} is left out of the rows {without}")
                 had, at = [step], [n for n in at if step in numbers[n]]
+            else:
+                notes.append(f"{place}: the steps of {name} are the numbers of its rows, because of rows {without}")
         axis = next((axes[step] for step in had if axes[step]), None if had else {})
         if axis is None and is_loss(name):
             raise ValueError(

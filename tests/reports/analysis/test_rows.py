@@ -9,7 +9,7 @@ from journals import environment, record, step_record, trial, write
 
 from te_bench.experiments.spec import OUTCOMES, canonical_json
 from te_bench.experiments.store import JOURNAL, Store
-from te_bench.reports.analysis.rows import environment_labels, load_results, printable
+from te_bench.reports.analysis.rows import differences, environment_labels, load_results, printable
 
 LATER = "2026-11-20T13:00:00+00:00"
 
@@ -146,6 +146,12 @@ def test_environments_are_told_apart_by_what_differs():
     assert labels["e"] == "unknown machine"
     assert labels["b"].startswith("NVIDIA H200, torch 2.13.0")
     assert labels["b"] != labels["d"]
+
+
+def test_what_older_records_do_not_say_of_a_machine_is_no_difference():
+    old, new = {"torch": "2.11.0"}, {"torch": "2.11.0", "power_limit_w": 700.0, "kernels": {}}
+    assert differences(old, new) == ()
+    assert differences(new, new | {"power_limit_w": 350.0}) == ("power_limit_w: 700.0 -> 350.0",)
 
 
 def test_every_key_of_an_environment_may_be_missing(tmp_path):

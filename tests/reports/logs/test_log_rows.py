@@ -164,9 +164,13 @@ def test_a_last_row_without_a_step_does_not_turn_steps_into_numbers_of_rows(writ
     assert "loss is left out of the rows without step, 1 of 102" in found.notes[0]
     with pytest.raises(ValueError, match=r"the curves end at step 1000 in .* and at step 2000"):
         judge_losses(*read_arms([a], [b]), margin=0.003)
-    few = arm(tmp_path / "few", lambda seed: [{"step": n if n < 9 else None, "loss": 3.0} for n in range(20)], write)
-    with pytest.raises(ValueError, match="11 of 20 rows with loss have no step: give each its step"):
-        read_arms([few], [few])
+    few = arm(
+        tmp_path / "few",
+        lambda seed: [{"step": n if n < 9 else None, "loss": loss_at(n, seed)} for n in range(20)],
+        write,
+    )
+    said = "the steps of loss are the numbers of its rows, because of rows without step, 11 of 20"
+    assert said in read_arms([few], [few])[0].notes[0]
 
 
 def test_steps_that_are_written_as_text_are_steps(tmp_path):
@@ -189,3 +193,13 @@ def test_a_run_that_was_resumed_within_a_fraction_of_an_epoch_begins_no_new_one(
 def test_a_csv_a_seed_may_say_its_seed_in_a_column(tmp_path):
     found = both(tmp_path, lambda seed: [{"step": n, "seed": 7 + seed, "loss": loss_at(n, seed)} for n in range(9)])
     assert list(found.final) == ["7", "8", "9"]
+
+
+def test_of_two_names_of_steps_the_one_that_counts_through_is_taken(tmp_path):
+    """A step within epochs, a count of all of them, and a last row that has neither."""
+
+    def rows(seed):
+        run = [{"step": n % 20, "global_step": n, "loss": loss_at(n, seed)} for n in range(100)]
+        return [*run, {"step": None, "global_step": None, "loss": loss_at(100, seed)}]
+
+    assert both(tmp_path, rows, json_of).curves["0"].step[-1] == 99

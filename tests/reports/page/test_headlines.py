@@ -98,12 +98,12 @@ def test_several_runs_that_share_too_few_seeds_are_not_said_to_have_run_once(tmp
     records = timed(flash=(10.0, 10.1, 10.2), cudnn=(12.0, 12.1, 12.2))
     apart = [step_record(trial(attention="math", seed=s), 15.0) for s in range(2, 5)]
     assert sentences(tmp_path / "a", [*records, *apart])[1] == (
-        "One configuration shares no two runs with the fastest, so no interval compares it with these; the fastest: "
-        "PyTorch eager bf16, math attention: 15.0 ms."
+        "One configuration shares no two runs, or no GPU, with the fastest, so no interval compares it with these; the "
+        "fastest: PyTorch eager bf16, math attention: 15.0 ms."
     )
     both = sentences(tmp_path / "b", [*records, *apart, *timed(manual=(90.0,))])[1]
     assert both.startswith(
-        "2 configurations ran once or share no two runs with the fastest, so no interval compares them"
+        "2 configurations ran once or share no two runs, or no GPU, with the fastest, so no interval compares them"
     )
 
 
