@@ -20,9 +20,10 @@ from te_bench.experiments.suites.convergence import BROKEN
 from te_bench.reports.analysis import measures
 from te_bench.reports.analysis.rows import TIMED, load_results, trial_of
 from te_bench.reports.convergence import design, loss_verdict, planning
-from te_bench.reports.convergence.equivalence import compare
+from te_bench.reports.convergence.equivalence import LossComparison, Verdict, compare
+from te_bench.reports.convergence.skewed import mean_of
 from te_bench.reports.convergence.study import Study, studies
-from te_bench.reports.convergence.study_verdict import ArmVerdict
+from te_bench.reports.convergence.study_verdict import ArmVerdict, StudyVerdict
 from te_bench.reports.convergence.verdict import judge_study
 from te_bench.reports.exchange.submission import against_the_suite, is_clean, settled
 from te_bench.reports.page import text
@@ -245,50 +246,72 @@ def test_exploration_s_gaps_are_a_fit_to_the_losses_of_its_records() -> None:
 
 
 def test_the_page_on_convergence_opens_with_the_numbers_of_the_records() -> None:
-    """Gaps, intervals, time to equal loss, and what a surer answer takes, of both recipes whose runs are done."""
-    [group] = load_results([RESULTS / "h200" / "convergence-gpt2"]).groups
-    [study] = studies(group)
-    found = judge_study(study)
+    """Gaps, intervals, time to equal loss, and what a surer answer takes, of the three recipes whose runs are done."""
+    with_head, without_head = study("convergence-gpt2"), study("convergence-gpt2-e4m3")
+    found, other = judge_study(with_head), judge_study(without_head)
     e4m3, e5m2 = (one for one in found.recipes if one.judgement.comparison)
+    [passed] = other.recipes
     assert (e4m3.arm.trial.recipe, e5m2.arm.trial.recipe) == ("delayed_scaling_e4m3", "delayed_scaling")
-    c, default = e4m3.judgement.comparison, e5m2.judgement.comparison
-    assert c is not None
-    assert default is not None
-    assert e4m3.speedup is not None
-    sooner = e4m3.speedup.to_equal_loss
-    assert sooner is not None
+    assert passed.judgement.verdict == Verdict.EQUIVALENT
     took = {
-        arm.kind: mean(run.record.wall_s for run in arm.runs.values() if run.record) for arm in study.arms if arm.ended
+        arm.kind: mean(run.record.wall_s for run in arm.runs.values() if run.record)
+        for arm in with_head.arms
+        if arm.ended
     }
+
+    def comparison(one: ArmVerdict) -> LossComparison:
+        assert one.judgement.comparison is not None
+        return one.judgement.comparison
+
+    def row(one: ArmVerdict, of: StudyVerdict) -> str:
+        c = comparison(one)
+        return f"| {c.gap:.4f} ({of.gap_percent(one):.2f} %) | {ends(c.interval)} | {ends(c.interval_95)} |"
 
     def takes(one: ArmVerdict) -> str:
         fewest, most = map(int, re.findall(r"(\d+) to (\d+) seeds each would show it", one.judgement.reason)[0])
         a_seed = took["control"] + took["aa"] + mean(run.record.wall_s for run in one.arm.runs.values() if run.record)
         hours = [(seeds * a_seed + BROKEN * took["broken"]) / 3600 for seeds in (fewest, most)]
-        return f"{fewest} to {most}, {hours[0]:.0f} to {hours[1]:.0f} GPU hours"
+        likely = "likely" if comparison(one).gap < found.margin else "not likely"
+        return f" {likely} | 12; {fewest} to {most} would show it, {hours[0]:.0f} to {hours[1]:.0f} GPU hours |"
 
-    beside = compare(*([one.arm.finals[seed] for seed in e4m3.seeds] for one in (e5m2, e4m3)), margin=found.margin)
-    without = [
-        mean(one.arm.finals[seed] - study.base(one.arm)[seed] for seed in one.seeds if seed != 10)
-        for one in (e4m3, e5m2)
-    ]
-    page = " ".join((ROOT / "docs" / "convergence.md").read_text(encoding="utf-8").split())
+    def sooner(one: ArmVerdict) -> str:
+        assert one.speedup is not None
+        ratio = one.speedup.to_equal_loss
+        assert ratio is not None
+        return f"{ratio.value:.2f} times {{}}(95 % [{ratio.low:.2f}, {ratio.high:.2f}])"
 
-    def ends(interval: tuple[float, float] | None) -> str:
+    def gaps(one: ArmVerdict, of: Study, without: int) -> list[float]:
+        return [one.arm.finals[seed] - of.base(one.arm)[seed] for seed in one.seeds if seed != without]
+
+    def less(one: ArmVerdict, beside: ArmVerdict) -> LossComparison:
+        """Compare two recipes by the seeds of the first."""
+        return compare(*([of.arm.finals[seed] for seed in e4m3.seeds] for of in (one, beside)), margin=found.margin)
+
+    page, more = (
+        " ".join((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8").split())
+        for name in ("convergence", "convergence-questions")
+    )
+
+    def ends(interval: tuple[float, float] | None, to: str = " to ") -> str:
         assert interval is not None
-        return f"{interval[0]:.4f} to {interval[1]:.4f}"
+        return f"{interval[0]:.4f}{to}{interval[1]:.4f}"
 
+    outlier = mean_of(gaps(passed, without_head, 23))
     said = [
-        f"bf16's loss {sooner.value:.2f} times as fast (95 % [{sooner.low:.2f}, {sooner.high:.2f}])",
-        f"more than the margin, {found.margin:g} nat, twelve seeds do not tell",
-        *(
-            f"| {one.gap:.4f} ({found.gap_percent(of):.2f} %) | {ends(one.interval)} | {ends(one.interval_95)} | "
-            f"{'below' if one.gap < found.margin else 'above'} the margin | {takes(of)} |"
-            for of, one in ((e4m3, c), (e5m2, default))
-        ),
-        f"Evaluated in FP8 instead of bf16, the gaps are {e4m3.native_gap:.4f} and {e5m2.native_gap:.4f}.",
-        f"E5M2 ended {beside.gap:.4f} nat above E4M3 (95 % [{ends(beside.interval_95).replace(' to ', ', ')}])",
-        f"Without seed 10, which lies far off, the gaps are {without[0]:.4f} and {without[1]:.4f}.",
+        row(passed, other) + " **shown** | 20, 3.4 GPU hours |",
+        *(row(one, found) + takes(one) for one in (e4m3, e5m2)),
+        f"bf16's loss {sooner(e4m3).format('as fast ')} with one, and {sooner(passed).format('')} without",
+        f"without it the gap is {outlier.value:.4f} (90 % [{ends(outlier.interval(0.05), ', ')}])",
+        f"the gaps are {passed.native_gap:.4f}, {e4m3.native_gap:.4f} and {e5m2.native_gap:.4f}.",
+        f"E5M2 ended {less(e5m2, e4m3).gap:.4f} nat above E4M3 (95 % [{ends(less(e5m2, e4m3).interval_95, ', ')}])",
+        f"Without seed 10, which lies far off, the gaps are {mean(gaps(e4m3, with_head, 10)):.4f} and "
+        f"{mean(gaps(e5m2, with_head, 10)):.4f}.",
     ]
-    assert c.n == default.n == 12
+    assert len(passed.seeds) == 20
+    assert len(e4m3.seeds) == len(e5m2.seeds) == 12
     assert [one for one in said if one not in page] == []
+    head = less(e4m3, passed)
+    assert (
+        f"E4M3 ended {-head.gap:.4f} nat lower with an FP8 head than with one in bf16 (95 % ["
+        f"{ends(head.interval_95, ', ')}])" in more
+    )

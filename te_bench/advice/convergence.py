@@ -15,7 +15,8 @@ def nearest(choice: Choice) -> Published | None:
     """Return the published verdict on the same recipe and kernels; te-bench's parts of a user's model are the fused ones."""
     if choice.rival:
         return None
-    return published.nearest(choice.recipe, fused=_has_fused_kernels(choice))
+    head = bool(choice.parts) or choice.head == "fp8"  # te.convert's parts of a causal model have the head in FP8
+    return published.nearest(choice.recipe, fused=_has_fused_kernels(choice), fp8_head=head)
 
 
 def preference(choice: Choice, have: Choice, memory: float | None) -> tuple[int, bool, float]:

@@ -163,7 +163,7 @@ def _together(replies: list[Reply]) -> Reply:
         name: [max(reply["samples"][name][0] for reply in replies)] if name.startswith("peak_") else values
         for name, values in replies[0]["samples"].items()
     }
-    state = throttling.of_ranks([reply["device_state"] for reply in replies])
+    state = throttling.of_ranks([reply.get("device_state") or {} for reply in replies])
     return {**replies[0], "samples": samples, "device_state": state}
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from te_bench.models import families, fp8
 from te_bench.models.adopted import OWN, Adopted, Made
 from te_bench.models.calling import judged
+from te_bench.models.conversion_parts import Filter
 from te_bench.models.recipe import Recipe
 from te_bench.models.sources import Source
 
@@ -22,13 +23,14 @@ def adopt(
     *,
     recipe: Recipe | None = None,
     parts: str | None = None,
+    filter: Filter | None = None,
     loss: Callable[[Any, Tensor], Tensor] | None = None,
 ) -> Adopted:
     """Convert the module in place and return it as forward(inputs, targets) -> (), its loss; the weights stay at
     `.module`.
 
-    recipe and parts: as te.convert's. loss: (output, targets) -> (), needed if the module returns neither a loss nor
-    logits (B, T, V). Targets are the next tokens: nothing is shifted here. A masked language model's targets are its
+    recipe, parts and filter: as te.convert's. loss: (output, targets) -> (), needed if the module returns neither a loss
+    nor logits (B, T, V). Targets are the next tokens: nothing is shifted here. A masked language model's targets are its
     labels: the hidden tokens, and -100 elsewhere. Raises ValueError for a module without trained weights, for a forward
     that needs more than inputs and targets, and for what te.convert refuses.
     """
@@ -37,6 +39,8 @@ def adopt(
         raise ValueError(f"{name}: it is no nn.Module with weights that are trained; give the model itself")
     if recipe is not None:
         fp8.check_recipe(recipe)
+    if filter is not None and recipe is None and parts is None:
+        raise ValueError("filter is only for what is converted: give a recipe or parts, too")
     if loss is not None and not callable(loss):
         raise ValueError(f"loss {loss!r} is no function: give one of the module's output and the targets")
     judge = None if loss is None else judged(getattr(loss, "__name__", "loss"), loss)
@@ -55,4 +59,4 @@ def adopt(
         sequence=None,
         text=False,
     )
-    return Adopted(made, recipe=recipe, parts=parts)
+    return Adopted(made, recipe=recipe, parts=parts, filter=filter)

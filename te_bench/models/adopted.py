@@ -34,6 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from te_bench.models import conversion, families, fp8, grouped_gemm
 from te_bench.models.calling import judged, loss_of, shown
+from te_bench.models.conversion_parts import Filter
 from te_bench.models.decoder import move
 from te_bench.models.dropout import rates, remove_dropout
 from te_bench.models.recipe import Recipe
@@ -280,9 +281,9 @@ class Adopted(nn.Module):
     """A user's module as forward(inputs, targets) -> (), its loss.
 
     With a recipe its Linear and norm layers are converted (models.conversion) and compute in FP8 under `autocast()`;
-    with `parts` (te.convert's), the named parts are converted, with or without a recipe. rival: another project's way
-    to train it, instead of recipe and parts. dropout=False removes dropout. kernel: of scaled_dot_product_attention, by
-    default that of `made`.
+    with `parts` and `filter` (te.convert's), the named parts are converted, with or without a recipe. rival: another
+    project's way to train it, instead of recipe and parts. dropout=False removes dropout. kernel: of
+    scaled_dot_product_attention, by default that of `made`.
     """
 
     shares_amaxes = False  # set by training.parallel, as a Decoder's
@@ -295,6 +296,7 @@ class Adopted(nn.Module):
         dropout: bool = True,
         kernel: str | None = None,
         parts: str | None = None,
+        filter: Filter | None = None,
         rival: Adoption | None = None,
     ):
         super().__init__()
@@ -306,7 +308,10 @@ class Adopted(nn.Module):
         self.has_dropout = any(True for _ in rates(self.module))
         converts = recipe is not None or parts is not None
         left = frozenset[str]() if recipe is None else conversion.kept_by(recipe, self.module)
-        allowed = (lambda name, _: name not in left) if left else None
+
+        def allowed(name: str, module: nn.Module) -> bool:
+            return name not in left and (filter is None or filter(name, module))
+
         self.conversion = conversion.convert(self.module, parts=parts, filter=allowed) if converts else None
         self.changed = None if rival is None else rival.build(self.module)
         self.weights = sum(p.numel() for p in self.parameters())  # counted before ranks share them

@@ -127,7 +127,7 @@ class Subwords:
 
     Long texts are cut about every CHUNK characters, before a single space or else after a single newline. A byte-level
     BPE gives the same tokens; a tokeniser that treats a string's start specially sees one at each cut. Raises
-    ValueError if `content` is not a tokenizer.json, or one of a BPE that drops the characters that it does not know.
+    ValueError if `content` is not a tokenizer.json, and `encode` for a character that it would drop.
     """
 
     def __init__(self, content: str, source: str = "tokenizer.json") -> None:
@@ -148,11 +148,9 @@ class Subwords:
             raise ValueError(f"{source} has an empty vocabulary; give a tokenizer.json that has been trained")
         model = self.tokenizer.model
         whole = set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) <= vocab.keys()
-        if isinstance(model, tokenizers.models.BPE) and model.unk_token is None and not (model.byte_fallback or whole):
-            raise ValueError(
-                f"{source} is a BPE that drops characters silently: it has no unk_token, no byte_fallback and not all 256 "
-                "letters of a byte-level BPE; give a tokenizer.json that encodes every text"
-            )
+        bpe = isinstance(model, tokenizers.models.BPE)  # which leaves out what it does not know
+        self._encoded: set[str] = set()  # characters that are known to have a token
+        self._may_drop = bpe and model.unk_token is None and not (model.byte_fallback or whole)
 
     @property
     def state(self) -> str:
@@ -169,6 +167,13 @@ class Subwords:
             yield self._ids(batch)
 
     def _ids(self, batch: list[str]) -> Ids:
+        for character in sorted(set().union(*batch) - self._encoded) if self._may_drop else ():
+            if not (character.isspace() or self.tokenizer.encode(character, add_special_tokens=False).ids):
+                raise ValueError(
+                    f"the tokenizer has no token for {character!r}, and drops it: give one with an unk_token, with "
+                    "byte_fallback or of bytes"
+                )
+            self._encoded.add(character)
         try:
             encodings = self.tokenizer.encode_batch_fast(batch, add_special_tokens=False)
         except Exception as error:  # bare again, for example for a character that the vocabulary lacks

@@ -245,14 +245,15 @@ def test_convergence_of_bf16_needs_no_proof_and_of_fp8_names_the_command() -> No
         assert "no whole training compared" in convergence.in_words(asked, others, 0.02)
     said = convergence.in_words(asked, fused("delayed_scaling"), 0.02)
     assert "INCONCLUSIVE" in said
-    assert (
-        "GPT-2 124M with an FP8 head, 100 M tokens: 0.0060 [0.0043, 0.0083] nat above bf16, INCONCLUSIVE within 0.005; "
-        in said
+    judged = (
+        "GPT-2 124M with an FP8 head, 100 M tokens: 0.0060 [0.0043, 0.0083] nat above bf16, INCONCLUSIVE within 0.005"
     )
-    assert (
-        "it reaches bf16's loss 1.25× [0.98, 1.55] as fast, estimated from 2 of 12 pairs, which share a host (results/"
-        in said
-    )
+    passed = "by delayed scaling E4M3 with a bf16 head 0.0025 [-0.0008, 0.0046], EQUIVALENT (docs/convergence.md)"
+    assert f"{judged}; {passed}. A pilot " in said
+    e4m3 = convergence.in_words(asked, fused("delayed_scaling_e4m3"), 0.02)
+    assert "GPT-2 124M, 100 M tokens: 0.0025" in e4m3
+    assert "1.12× [1.09, 1.14] as fast, estimated from 15 of 20 pairs, which share a host (results/" in e4m3
+    assert "; by " not in e4m3
     command = "te-bench run convergence --preset gpt2-short --model gpt2 --recipes delayed_scaling --fused --as-pilot"
     assert f"A pilot tells in 10 GPU minutes how many seeds your model takes: {command}." in said
     other = convergence.in_words(asked, fused("rowwise_scaling"), 0.02)

@@ -280,9 +280,11 @@ def test_the_summary_has_a_line_for_each_recipe_of_every_study_of_the_longest_tr
     assert command("embed", page).code == 0
     said = page.read_text()
     assert said.count("- **") == 4
-    assert "- **rowwise scaling** ends as bf16 does: EQUIVALENT at a margin of 0.003 nat (5 seeds)" in said
-    assert "- **delayed scaling** diverged." in said
-    assert ": INFERIOR at a margin of 0.003 nat" in said
+    assert (
+        "- **rowwise scaling: EQUIVALENT at a margin of 0.003 nat.** It ends as bf16 does (5 seeds; 25 runs, " in said
+    )
+    assert "- **delayed scaling: DIVERGED** (" in said
+    assert "- **rowwise scaling: INFERIOR at a margin of 0.003 nat.** It ends 0.0" in said
     assert "None" not in said
 
 
@@ -319,11 +321,9 @@ def test_published_verdicts_say_margin_pairs_power_and_cost(command: Command, re
         f"{both} | EQUIVALENT (void) | #3 | — | — | 5 | 100 % | 25 runs, # GPU hours | h200/c |",
     ]
     assert summary.count("- **") == 2
-    assert f"char, 400 steps, 7 M tokens a run (25 runs, {cost}):\n\n- **delayed scaling** ends 0.0" in summary
-    assert (
-        ": EQUIVALENT at a margin of 0.003 nat (5 seeds, power 100 % at a gap of 0). It reaches bf16's final loss "
-        in summary
-    )
+    begins = "- **delayed scaling: EQUIVALENT at a margin of 0.003 nat.** It ends 0.0"
+    assert f"char, 400 steps, 7 M tokens a run:\n\n{begins}" in summary
+    assert f"; 5 seeds, power 100 % at a gap of 0; 25 runs, {cost}). It reaches bf16's final loss " in summary
     assert "void" not in summary
 
 

@@ -44,6 +44,18 @@ def losses(step: TrainStep, device: str) -> list[float]:
     return [step(inputs, targets).item() for _ in range(6)]
 
 
+def test_a_filter_leaves_the_head_out_of_fp8() -> None:
+    def adopted_with(**options: Any) -> adopted.Adopted:
+        e4m3 = recipe.DelayedScaling(fp8_format=recipe.Format.E4M3)
+        return adopt(llama(), recipe=e4m3, parts="all", **options)
+
+    with_head, without = adopted_with(), adopted_with(filter=lambda name, module: name != "lm_head")
+    assert with_head.converted.keys() - without.converted.keys() == {"module.lm_head"}
+    assert without.fp8_heads == []
+    with pytest.raises(ValueError, match="filter is only for"):
+        adopt(llama(), filter=lambda name, module: False)
+
+
 @pytest.mark.parametrize("make", [Language, llama])
 def test_a_step_of_it_is_its_own_loss_and_torchs_adamw(make: Callable[[], Any]) -> None:
     torch.manual_seed(0)

@@ -102,9 +102,11 @@ def _what_is_proven(trial: Trial) -> str:
             f"published; te-bench run convergence {' '.join(asked)} judges te-bench's AdamW with them."
         )
     of_others = problem.get("rival") or problem.get("linears")
-    known = None if of_others else nearest(trial.recipe, fused=fused)
+    head = bool(problem.get("parts")) or problem.get("head") == "fp8"
+    known = None if of_others else nearest(trial.recipe, fused=fused, fp8_head=head)
     published = f"Published: {known.in_words()}" if known else "No verdict on this step is published"
-    published = f"No study has judged this step. {published}" if known and problem.get("parts") else published
+    if known and (problem.get("parts") or known.fp8_head != head):
+        published = f"No study has judged this step. {published}"
     judges = f"te-bench run convergence --recipes {trial.recipe}{' --fused' if fused else ''}"
     return f"These times do not say whether FP8 trains like bf16. {published}; {judges} judges it."
 

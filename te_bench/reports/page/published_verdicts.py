@@ -121,30 +121,32 @@ def summary(results: Path) -> str:
     rows = [row for row in _rows(results.resolve()) if row.found.stands and not row.findings[0].hidden]
     for of_model in grouped(rows, lambda row: row.problem.model).values():
         longest = [row for row in of_model if row.problem.steps == of_model[0].problem.steps]
-        for of_study in grouped(longest, lambda row: (row.folder, row.found.study.title)).values():
-            first, p = of_study[0], of_study[0].problem
-            seen = int(p.steps or 0) * int(p.batch) * p.block * int(p.accumulate or 1) / 1e6
-            lines += [
-                f"{training(first.found.study)}, {seen:.0f} M tokens a run ({first.runs}, {hours(first.cost)}):",
-                "",
-            ]
-            lines += [f"- **{row.names}** {_said(row)}." for row in of_study] + [""]
+        for of_training in grouped(longest, lambda row: (training(row.found.study), _tokens(row.problem))).values():
+            first = of_training[0]
+            lines += [f"{training(first.found.study)}, {_tokens(first.problem):.0f} M tokens a run:", ""]
+            lines += [f"- {_said(row)}." for row in of_training] + [""]
     return "\n".join(lines)
 
 
+def _tokens(p: TrainingProblem) -> float:
+    """Return the millions of tokens of a run."""
+    return int(p.steps or 0) * int(p.batch) * p.block * int(p.accumulate or 1) / 1e6
+
+
 def _said(row: _Row) -> str:
+    cost = f"{row.runs}, {hours(row.cost)}"
     if row.shown is None or (c := row.shown.judgement.comparison) is None:
-        return f"is {row.label}" if row.label != Verdict.DIVERGED else "diverged"
+        return f"**{row.names}: {row.label}** ({cost})"
     study, power = row.found.study, powers([row.shown])
     share, side = abs(row.found.gap_percent(row.shown) or 0), "above" if c.gap > 0 else "below"
-    said = (
-        f"ends {abs(c.gap):.4f} nat ({share:.2f} %) {side} {study.reference}"
+    ends = (
+        f"It ends {abs(c.gap):.4f} nat ({share:.2f} %) {side} {study.reference}"
         if c.gap
-        else f"ends as {study.reference} does"
+        else f"It ends as {study.reference} does"
     )
-    said += f" ({level(c.alpha)} {interval(c.interval)})" if c.interval else ""
-    certain = f", power {power} at a gap of 0" if power else ""
-    said += f": {row.label} at a margin of {c.margin:g} nat ({c.n} seeds{certain})"
+    known = [f"{level(c.alpha)} {interval(c.interval)}"] if c.interval else []
+    known += [f"{c.n} seeds{f', power {power} at a gap of 0' if power else ''}", cost]
+    said = f"**{row.names}: {row.label} at a margin of {c.margin:g} nat.** {ends} ({'; '.join(known)})"
     speed = _speed(row)
     if speed is None or speed.to_equal_loss is None:
         return said

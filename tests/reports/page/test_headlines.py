@@ -162,7 +162,10 @@ def test_beside_times_of_fp8_stands_what_is_published_of_its_convergence(tmp_pat
     )
     assert equivalent in said()
     assert said().endswith("; te-bench run convergence --recipes delayed_scaling judges it.")
-    assert "nat above bf16, INCONCLUSIVE within 0.005; it reaches " in said(blocks="fused")
+    unlike = "No study has judged this step. Published: GPT-2 124M with an FP8 head, 100 M tokens: "
+    assert unlike in said(blocks="fused")
+    assert "nat above bf16, INCONCLUSIVE within 0.005; by delayed scaling E4M3 " in said(blocks="fused")
+    assert "No study" not in said(blocks="fused", head="fp8")
     assert said(blocks="fused", head="fp8").endswith("--recipes delayed_scaling --fused judges it.")
     assert "No verdict on this step is published" in said(linears="torchao_tensorwise")
     assert said(optimizer="triton", weights="bf16", states="fp8") == (
