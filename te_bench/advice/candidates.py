@@ -20,9 +20,10 @@ WHOLE = ("compile", "compile-reduce-overhead")  # modes that compile a whole mod
 COMPILED = (PER_BLOCK, *WHOLE)
 LENGTH = 1024  # tokens of a sequence of a user's model, if neither the model nor --tokens gives them
 DELAYED = "delayed_scaling_e4m3"  # the recipe whose scales are known before a cast
+CURRENT = "float8_current_scaling"
 #: Recipes in the order of measurement; the budget may not hold all.
-RECIPES = (DELAYED, "float8_current_scaling", "rowwise_scaling", "float8_block_scaling")
-#: {recipe: why one of RECIPES is measured in its place}
+RECIPES = (DELAYED, CURRENT, "rowwise_scaling", "float8_block_scaling")
+#: {recipe: why DELAYED is measured in its place}; answers that measured it before are still read.
 REPLACED = {"delayed_scaling": f"its gradients in E5M2 end further above bf16 than those of {DELAYED}"}
 OURS = ("gluon", "triton")  # te-bench's attention kernels
 #: On a GPU every attention that trains, the most promising first; on a CPU those that it has kernels for.
@@ -176,11 +177,11 @@ class Question:
         chunked head.
         """
         attentions = [name for name in ATTENTIONS[self.device] if name != self.have.attention]
-        recipes = RECIPES if self.device == "cuda" else (None,)
         others = [choice for choice in self.choices if self.frame(choice) == frame != choice and not choice.rival]
 
         def place(choice: Choice) -> tuple[int, int, bool, bool]:
-            by = [*recipes, choice.recipe].index(choice.recipe), [*attentions, choice.attention].index(choice.attention)
+            recipe = rank(choice.recipe) if self.device == "cuda" else int(choice.recipe is not None)
+            by = recipe, [*attentions, choice.attention].index(choice.attention)
             return (*by, choice.head != CHUNKED, not choice.padded)
 
         return min(others, key=place, default=None)
@@ -365,8 +366,8 @@ def _of_preset(options: Options, capability: tuple[int, int] | None) -> Question
 def _recipes(device: str, capability: tuple[int, int] | None, left_out: dict[str, str]) -> list[str]:
     """Return the recipes to measure there. A CPU emulates FP8, so one recipe is enough."""
     if device == "cpu":
-        left_out["other recipes"] = f"a CPU emulates FP8, as {RECIPES[1]} shows"
-        return [RECIPES[1]]
+        left_out["other recipes"] = f"a CPU emulates FP8, as {CURRENT} shows"
+        return [CURRENT]
     if capability is not None and capability < (8, 9):
         left_out["FP8"] = f"compute capability {capability[0]}.{capability[1]} has no FP8 tensor cores (8.9)"
         return []
@@ -408,6 +409,11 @@ def _choices(
             for head in ((CHUNKED, FP8_HEAD) if precision else (CHUNKED,))
         ]
     return in_order(have, list(dict.fromkeys(found)))
+
+
+def rank(recipe: str | None) -> int:
+    """Return a recipe's place in the order of measurement; others come last."""
+    return (*RECIPES, recipe).index(DELAYED if recipe in REPLACED else recipe)
 
 
 def in_order(have: Choice, choices: list[Choice]) -> list[Choice]:

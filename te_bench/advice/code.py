@@ -19,6 +19,7 @@ KERNELS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 WITHOUT_CACHE = ("ForMaskedLM", "Classification")
 MADE = {
     "delayed_scaling_e4m3": "recipe.DelayedScaling(fp8_format=recipe.Format.E4M3)",
+    "delayed_scaling": "recipe.DelayedScaling()",
     "float8_current_scaling": "recipe.Float8CurrentScaling()",
     "rowwise_scaling": "recipe.RowwiseScaling()",
     "float8_block_scaling": "recipe.Float8BlockScaling()",
