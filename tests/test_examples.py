@@ -253,7 +253,7 @@ def test_the_models_page_s_program_trains_a_folder_s_llama(device, tmp_path, mon
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert not ended.value.code
-    assert "fp8 delayed_scaling" in capsys.readouterr().out
+    assert "fp8 delayed_scaling_e4m3" in capsys.readouterr().out
 
 
 def contributings(family: str) -> dict[str, Any]:

@@ -19,9 +19,12 @@ OPTIMIZER = "triton"  # of te-bench's own steps
 WHOLE = ("compile", "compile-reduce-overhead")  # modes that compile a whole model
 COMPILED = (PER_BLOCK, *WHOLE)
 LENGTH = 1024  # tokens of a sequence of a user's model, if neither the model nor --tokens gives them
+DELAYED = "delayed_scaling_e4m3"  # the recipe whose scales are known before a cast
+CURRENT = "float8_current_scaling"
 #: Recipes in the order of measurement; the budget may not hold all.
-DELAYED = "delayed_scaling"  # the recipe whose scales are known before a cast
-RECIPES = (DELAYED, "float8_current_scaling", "rowwise_scaling", "float8_block_scaling")
+RECIPES = (DELAYED, CURRENT, "rowwise_scaling", "float8_block_scaling")
+#: {recipe: why DELAYED is measured in its place}; answers that measured it before are still read.
+REPLACED = {"delayed_scaling": f"its gradients in E5M2 end further above bf16 than those of {DELAYED}"}
 OURS = ("gluon", "triton")  # te-bench's attention kernels
 #: On a GPU every attention that trains, the most promising first; on a CPU those that it has kernels for.
 ATTENTIONS = {"cuda": ("cudnn", "flash", "gluon", "triton"), "cpu": ("flash", "manual")}
@@ -174,11 +177,11 @@ class Question:
         chunked head.
         """
         attentions = [name for name in ATTENTIONS[self.device] if name != self.have.attention]
-        recipes = RECIPES if self.device == "cuda" else (None,)
         others = [choice for choice in self.choices if self.frame(choice) == frame != choice and not choice.rival]
 
         def place(choice: Choice) -> tuple[int, int, bool, bool]:
-            by = [*recipes, choice.recipe].index(choice.recipe), [*attentions, choice.attention].index(choice.attention)
+            recipe = rank(choice.recipe) if self.device == "cuda" else int(choice.recipe is not None)
+            by = recipe, [*attentions, choice.attention].index(choice.attention)
             return (*by, choice.head != CHUNKED, not choice.padded)
 
         return min(others, key=place, default=None)
@@ -317,7 +320,8 @@ def _of_rivals() -> list[Choice]:
     """Return the rivals' steps of a user's model, each as the rival's users train."""
     order = (None, *RECIPES)  # of the budget, tensorwise scaling comes first: torchao's fastest
     adopting = sorted(
-        ((name, rivals.load(name)) for name in rivals.adopting()), key=lambda one: order.index(one[1].recipe)
+        ((name, rivals.load(name)) for name in rivals.adopting()),
+        key=lambda one: (*order, one[1].recipe).index(one[1].recipe),
     )
     return [
         Choice(attention=OWN_ATTENTION, precision=rival.precision, recipe=rival.recipe, mode=mode, rival=name)
@@ -362,13 +366,14 @@ def _of_preset(options: Options, capability: tuple[int, int] | None) -> Question
 def _recipes(device: str, capability: tuple[int, int] | None, left_out: dict[str, str]) -> list[str]:
     """Return the recipes to measure there. A CPU emulates FP8, so one recipe is enough."""
     if device == "cpu":
-        left_out["other recipes"] = f"a CPU emulates FP8, as {RECIPES[1]} shows"
-        return [RECIPES[1]]
+        left_out["other recipes"] = f"a CPU emulates FP8, as {CURRENT} shows"
+        return [CURRENT]
     if capability is not None and capability < (8, 9):
         left_out["FP8"] = f"compute capability {capability[0]}.{capability[1]} has no FP8 tensor cores (8.9)"
         return []
+    left_out |= REPLACED
     known = plugins.names("te_bench.models.recipe")
-    return [name for name in (*RECIPES, *suite_trials.recipes()) if name in known]
+    return [name for name in (*RECIPES, *suite_trials.recipes()) if name in known and name not in REPLACED]
 
 
 def _choices(
@@ -404,6 +409,11 @@ def _choices(
             for head in ((CHUNKED, FP8_HEAD) if precision else (CHUNKED,))
         ]
     return in_order(have, list(dict.fromkeys(found)))
+
+
+def rank(recipe: str | None) -> int:
+    """Return a recipe's place in the order of measurement; others come last."""
+    return (*RECIPES, recipe).index(DELAYED if recipe in REPLACED else recipe)
 
 
 def in_order(have: Choice, choices: list[Choice]) -> list[Choice]:

@@ -17,11 +17,12 @@ WIDTH = 96  # of a line of code on a terminal, after its indent
 KERNELS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 #: Endings of transformers' classes that fill no key/value cache.
 WITHOUT_CACHE = ("ForMaskedLM", "Classification")
-CLASSES = {
-    "delayed_scaling": "DelayedScaling",
-    "float8_current_scaling": "Float8CurrentScaling",
-    "rowwise_scaling": "RowwiseScaling",
-    "float8_block_scaling": "Float8BlockScaling",
+MADE = {
+    "delayed_scaling_e4m3": "recipe.DelayedScaling(fp8_format=recipe.Format.E4M3)",
+    "delayed_scaling": "recipe.DelayedScaling()",
+    "float8_current_scaling": "recipe.Float8CurrentScaling()",
+    "rowwise_scaling": "recipe.RowwiseScaling()",
+    "float8_block_scaling": "recipe.Float8BlockScaling()",
 }
 
 
@@ -31,7 +32,7 @@ def code(question: Question, choice: Choice) -> list[str]:
         return [NOTHING] if choice == question.have else _of_users(question, choice)
     options = [f'attention="{choice.attention}"']
     options += [f"padded_vocab_size={question.padded_vocab}"] if choice.padded else []
-    options += [f"recipe=recipe.{CLASSES[choice.recipe]}()"] if choice.recipe else []
+    options += [f"recipe={_made(choice.recipe)}"] if choice.recipe else []
     options += [f'head="{choice.head}"'] if choice.head else []
     options += ['blocks="fused"'] if choice.fused else []
     lines = ["from te_bench.models import decoder, recipe" if choice.recipe else "from te_bench.models import decoder"]
@@ -47,6 +48,17 @@ def code(question: Question, choice: Choice) -> list[str]:
     lines += [CHECKPOINTED] if choice.checkpointing else []
     *lines, step = [*lines, *_step(question, choice)]
     return [*lines, f"{step}  # loss = step(tokens, targets)"]
+
+
+def _made(recipe: str) -> str:
+    """Return the expression that makes the recipe of that name, which may be a file of the user's."""
+    return MADE.get(recipe, f'recipe.load("{recipe}")')
+
+
+def _noted(line: str, note: str) -> list[str]:
+    """Return the line with a comment behind it, or before it if both together are too wide."""
+    both = f"{line}  # {note}"
+    return [both] if len(both) <= WIDTH else [f"# {note}", line]
 
 
 def _step(question: Question, choice: Choice) -> list[str]:
@@ -67,14 +79,14 @@ def _of_users(question: Question, choice: Choice) -> list[str]:
     lines = [made]
     theirs = rivals.load(choice.rival).adoption if choice.rival else None
     lines += theirs.code(question.vocab) if theirs else ()
-    options = [f"recipe.{CLASSES[choice.recipe]}()"] if choice.recipe and not theirs else []
+    options = [_made(choice.recipe)] if choice.recipe and not theirs else []
     options += [f'parts="{choice.parts}"'] if choice.parts else []
     if choice.mode == "cudagraph":
         return _captured(question, choice, imports, made, options)
     if options:
         imports += ["import te_bench.models as te"]
         imports += ["from te_bench.models import recipe"] if choice.recipe else []
-        lines += [f"te.convert(model, {', '.join(options)})  # before the optimizer is made"]
+        lines += _noted(f"te.convert(model, {', '.join(options)})", "before the optimizer is made")
     imports += [CHECKPOINTING] if choice.checkpointing else []
     lines += [CHECKPOINTED] if choice.checkpointing else []
     if choice.mode == "compile":
@@ -123,7 +135,7 @@ def _captured(question: Question, choice: Choice, imports: list[str], made: str,
         *([CHECKPOINTING] if choice.checkpointing else []),
         "from te_bench.training.step import Optim, TrainStep",
         made,
-        f"model = adopt(model, {', '.join(given)})  # model.module holds your weights",
+        *_noted(f"model = adopt(model, {', '.join(given)})", "model.module holds your weights"),
         *([CHECKPOINTED] if choice.checkpointing else []),
         *_step(question, choice),
         "loss = step(inputs, targets)  # of one shape; it updates the weights"

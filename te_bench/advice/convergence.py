@@ -19,6 +19,11 @@ def nearest(choice: Choice) -> Published | None:
     return published.nearest(choice.recipe, fused=_has_fused_kernels(choice), fp8_head=head)
 
 
+def preference(choice: Choice, have: Choice, memory: float | None) -> tuple[int, bool, float]:
+    """Return the key of steps about as fast: the fewest changes, then a published verdict, then the least memory."""
+    return choice.changes(have), nearest(choice) is None, memory or 0.0
+
+
 def in_words(question: Question, choice: Choice, seconds: float) -> str:
     """Return a few sentences about convergence; seconds: of one step of the choice, to tell the command's cost."""
     if choice.precision == "fp32":

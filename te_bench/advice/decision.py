@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from te_bench.advice.advise import VERIFICATION, Evidence
 from te_bench.advice.candidates import Choice
-from te_bench.advice.convergence import nearest
+from te_bench.advice.convergence import preference
 from te_bench.advice.parts import LINEAR, Part, PartTime
 from te_bench.advice.predict import Prediction
 from te_bench.advice.room import AGAIN, SMALLER
@@ -183,8 +183,7 @@ def _best(
         return next(iter(found)), [], None, ""
     if not fastest:
         return _of_single_runs(found, evidence)
-    # Prefer the fewest changes, then a recipe with a published verdict, then the least memory.
-    fastest.sort(key=lambda c: (c.changes(have), nearest(c) is None, peak(found[c].ok) or 0.0))
+    fastest.sort(key=lambda c: preference(c, have, peak(found[c].ok)))
     # Only the fastest is known to beat the user's step; the quoted interval of another may hold 1.
     cheapest = next((c for c in fastest if have not in found or c == have or _is_shown(found[have], found[c])), have)
     tied = [choice for choice in fastest if choice != cheapest]

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from te_bench.advice.candidates import CHUNKED, COMPILED, FP8_HEAD, RECIPES, Choice, Question, alone
+from te_bench.advice.candidates import CHUNKED, COMPILED, FP8_HEAD, Choice, Question, alone, rank
 from te_bench.experiments.spec import OWN_ATTENTION, Record, Trial
 from te_bench.experiments.suite_trials import MULTIPLE
 from te_bench.reports.analysis import layers
@@ -142,10 +142,9 @@ def deciding(question: Question, made: Made, choices: Iterable[Choice]) -> list[
     for choice in choices:
         needed.update(differing(question, made, choice))
     order = {LINEAR: 0, HEAD: 1, ATTENTION: 2}
-    recipes = {name: place for place, name in enumerate(RECIPES)}
     return sorted(
         needed,
-        key=lambda p: (-needed[p], order[p.workload], recipes.get(p.rival, len(recipes)), p.rival, p.problem, p.mode),
+        key=lambda p: (-needed[p], order[p.workload], rank(p.rival), p.rival, p.problem, p.mode),
     )
 
 

@@ -11,7 +11,7 @@ Linear with delayed scaling counts by its products alone; another recipe adds wh
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from te_bench.advice.candidates import DELAYED, RECIPES, Choice, Question
+from te_bench.advice.candidates import DELAYED, RECIPES, REPLACED, Choice, Question
 from te_bench.advice.parts import LINEAR, Made, Part, PartTime, parts_of
 
 #: The relative error of a part's time alone, for its time in a step: the clock and what lies in the L2 differ.
@@ -99,8 +99,8 @@ def _seconds_in_kernels(part: Part, times: Mapping[Part, PartTime]) -> float:
     time = times[part]
     if part.workload != LINEAR or not time.products:
         return time.seconds
-    delayed = times.get(part._replace(rival=DELAYED))
-    if part.rival not in RECIPES or delayed is None:
+    delayed = next((times[p] for name in (DELAYED, *REPLACED) if (p := part._replace(rival=name)) in times), None)
+    if part.rival not in (*RECIPES, *REPLACED) or delayed is None:
         return time.products
     return time.products + max(0.0, time.seconds - delayed.seconds)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from te_bench.advice.candidates import Choice
+from te_bench.advice.convergence import preference
 from te_bench.advice.steps import CLOSE, peak, typical
 from te_bench.experiments.spec import Record
 
@@ -75,7 +76,7 @@ def _forecast(found: Mapping[float, float], part: float) -> float:
 def larger(run: "Run") -> None:
     """Measure the fastest choice that fits with 2, 4 and 8 times the sequences, as far as memory allows.
 
-    Of choices about as fast, use the one with the fewest changes. If memory does not allow 8 times, try checkpointed blocks.
+    Of choices about as fast, use the one that will be advised. If memory does not allow 8 times, try checkpointed blocks.
     """
     q = run.question
     fitting = {choice: typical(records) for choice, records in run.steps.items() if run.held(records)}
@@ -83,7 +84,7 @@ def larger(run: "Run") -> None:
     close = [choice for choice in fitting if fitting[choice] <= CLOSE * least]
     if run.room is None or not close:
         return
-    best = min(close, key=lambda choice: choice.changes(q.have))
+    best = min(close, key=lambda choice: preference(choice, q.have, peak(run.steps[choice])))
     if best.accumulate > 1:  # its own batch does not fit
         return
     run.larger, more = _grown(run, best, LARGER, run.steps[best], MORE)

@@ -168,10 +168,12 @@ def _asked(journal: "Journal") -> "list[Plan]":
 
 
 def _as_recorded(question: "Question", journal: "Journal") -> "Question":
-    """Return the question with the packages, and the optimizer of captured parts, that the recorded trials name.
+    """Return the question with the packages, recipes and the optimizer of captured parts that the recorded trials name.
 
-    Records whose survey counts no blocks are older than mode compile-blocks, and did not leave it out for lack of time.
+    Records of a recipe that another has replaced since answer with it, unless they have the other, too. Records whose
+    survey counts no blocks are older than mode compile-blocks, and did not leave it out for lack of time.
     """
+    from te_bench.advice import candidates
     from te_bench.experiments.adoption import PER_BLOCK
 
     trials = [trial for plan in reversed(_asked(journal)) for trial in plan.trials]
@@ -183,7 +185,12 @@ def _as_recorded(question: "Question", journal: "Journal") -> "Question":
     surveys = [record for record in journal.records.values() if record.trial.workload == "survey"]
     knows = any("blocks" in record.work for record in surveys) or any(trial["mode"] == PER_BLOCK for trial in trials)
     choices = tuple(choice for choice in question.choices if knows or choice.mode != PER_BLOCK)
-    return replace(question, optimizer=optimizer, choices=choices)
+    recipes, [first, *_] = {trial["recipe"] for trial in trials}, candidates.RECIPES
+    left_out = dict(question.left_out)
+    for old in [old for old in candidates.REPLACED if old in recipes and first not in recipes]:
+        choices = tuple(replace(c, recipe=old) if (c.recipe, c.rival) == (first, None) else c for c in choices)
+        left_out.pop(old)
+    return replace(question, optimizer=optimizer, choices=choices, left_out=left_out)
 
 
 def folder(asked: "Options") -> Path:

@@ -25,7 +25,7 @@ def test_the_fastest_is_found_predicted_and_verified(tmp_path: Path) -> None:
     assert found.use.fused
     assert (found.use.attention, found.use.head, found.use.precision) == ("cudnn", "fp8", "fp8")
     assert found.tied  # recipes take equal times on this machine, but for noise
-    assert found.use.recipe == "delayed_scaling"
+    assert found.use.recipe == "delayed_scaling_e4m3"
     assert found.tied[0].beside(found.use) == "the same with current scaling"
     assert found.exit_code == 0
     assert found.speedup.n == advise.SEEDS
@@ -481,6 +481,14 @@ def test_what_a_machine_or_a_model_cannot_do_is_no_choice_and_said() -> None:
     assert on_cpu.problem["batch"] == 4
     assert not any(choice.recipe for choice in old.choices)
     assert "no FP8 tensor cores" in old.left_out["FP8"]
+    assert "delayed_scaling" not in old.left_out
+
+
+def test_of_delayed_scalings_two_formats_of_gradients_only_e4m3_is_a_choice() -> None:
+    asked = question()
+    assert {choice.recipe for choice in asked.choices} == {None, *candidates.RECIPES}
+    assert candidates.RECIPES[0] == "delayed_scaling_e4m3"
+    assert "delayed_scaling_e4m3" in asked.left_out["delayed_scaling"]
 
 
 def test_choices_are_given_once_and_the_users_first() -> None:

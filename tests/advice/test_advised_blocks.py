@@ -84,7 +84,7 @@ def test_such_steps_are_measured_whole_and_te_benchs_fp8_in_them_is_predicted(as
     machine = Machine(asked)
     evidence = gathered(machine)
     assert {BLOCKS, WHOLE} <= evidence.steps.keys()
-    in_fp8 = dataclasses.replace(BLOCKS, precision="fp8", recipe="delayed_scaling")
+    in_fp8 = dataclasses.replace(BLOCKS, precision="fp8", recipe="delayed_scaling_e4m3")
     assert asked.frame(in_fp8) == BLOCKS
     assert evidence.predictions[in_fp8].seconds == pytest.approx(machine.step(asked.trial(in_fp8)), rel=2e-3)
 

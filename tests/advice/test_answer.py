@@ -9,12 +9,14 @@ import pytest
 import torch
 from advice_machine import Machine, decided, fused, gathered, question
 
-from te_bench.advice import answer, code, convergence, page, traps
+from te_bench.advice import answer, candidates, code, convergence, page, traps
 from te_bench.advice.advise import VERIFICATION, Evidence
 from te_bench.advice.candidates import Choice
 from te_bench.advice.decision import Decision, between, fp8_in_words, linear_gains
 from te_bench.advice.steps import typical
+from te_bench.experiments import plan
 from te_bench.experiments.spec import Trial
+from te_bench.models import recipe as recipes
 from te_bench.reports.analysis.rows import load_results
 from te_bench.reports.convergence.published import PUBLISHED
 from te_bench.reports.convergence.study import studies
@@ -160,9 +162,10 @@ def test_a_steps_kinds_add_up_to_no_more_than_the_step(answered: Answered) -> No
 
 
 def test_the_code_compiles_says_the_choice_and_runs() -> None:
-    ours, others = fused("delayed_scaling", head="fp8"), Choice(attention="cudnn", mode="compile", padded=True)
+    ours, others = fused(candidates.DELAYED, head="fp8"), Choice(attention="cudnn", mode="compile", padded=True)
+    e4m3 = "recipe=recipe.DelayedScaling(fp8_format=recipe.Format.E4M3)"
     for choice, wanted in (
-        (ours, ['head="fp8"', 'blocks="fused"', "recipe.DelayedScaling()", 'optimizer="triton"']),
+        (ours, ['head="fp8"', 'blocks="fused"', e4m3, 'optimizer="triton"']),
         (others, ['attention="cudnn"', "padded_vocab_size=50304", 'mode="compile"']),
     ):
         lines = "\n".join(code.code(question(), choice))
@@ -175,6 +178,18 @@ def test_the_code_compiles_says_the_choice_and_runs() -> None:
     assert lines[-1].endswith("  # loss = step(tokens, targets)")
     exec("\n".join(lines), names)
     assert names["step"](tokens, tokens).item() > 0
+
+
+@pytest.mark.parametrize("name", [*candidates.RECIPES, "delayed_scaling"])
+def test_the_code_makes_the_recipe_that_was_measured(name: str) -> None:
+    """Also one of no class of its own: it is loaded by the name of its file."""
+    asked, tokens = question("tiny", "cpu"), torch.zeros(1, 8, dtype=torch.int64)
+    choice = Choice(attention="flash", precision="fp8", recipe=name, head="fp8")
+    names: dict[str, Any] = {}
+    exec("\n".join(code.code(asked, choice)), names)
+    assert names["model"].recipe == recipes.load(name)
+    assert names["step"](tokens, tokens).item() > 0
+    plan.check(asked.trial(choice))
 
 
 class Costly(Machine):
@@ -208,7 +223,7 @@ def test_of_fp8_that_was_not_measured_the_prediction_is_told_with_its_bound(tmp_
     machine = Machine(question())
     evidence = gathered(machine)
     steps = {choice: records for choice, records in evidence.steps.items() if choice.recipe is None}
-    waiting = tuple(evidence.predictions[fused(recipe)] for recipe in ("delayed_scaling",))
+    waiting = tuple(evidence.predictions[fused(recipe)] for recipe in (candidates.DELAYED,))
     unmeasured = dataclasses.replace(evidence, steps=steps, waiting=waiting)
     use = min(steps, key=lambda choice: typical(steps[choice]))
     said = fp8_in_words(unmeasured, use, unmeasured.steps)

@@ -26,7 +26,7 @@ def test_each_prediction_is_right_on_a_machine_where_parts_add_up(machine: Machi
 
 def test_gains_say_what_saves(machine: Machine) -> None:
     evidence = gathered(machine)
-    gains = evidence.predictions[fused("delayed_scaling", head="fp8")].gains
+    gains = evidence.predictions[fused("delayed_scaling_e4m3", head="fp8")].gains
     assert gains["attention"] == pytest.approx(12 * 0.1e-3)
     assert gains["linear_cross_entropy"] == pytest.approx(1e-3)
     assert gains["linear"] > 0
@@ -39,8 +39,8 @@ def test_in_fused_blocks_another_recipe_takes_as_much_more_as_its_linears_do_alo
     for part, time in evidence.times.items():
         if part.rival == "rowwise_scaling":
             slower[part] = dataclasses.replace(time, seconds=time.seconds + 1e-4)
-    frame = {machine.question.frame(fused("delayed_scaling")): Frame(seconds=0.1, memory=None)}
-    both = (fused(recipe) for recipe in ("delayed_scaling", "rowwise_scaling"))
+    frame = {machine.question.frame(fused("delayed_scaling_e4m3")): Frame(seconds=0.1, memory=None)}
+    both = (fused(recipe) for recipe in ("delayed_scaling_e4m3", "rowwise_scaling"))
     known, other = (predict.predict(machine.question, evidence.made, one, frame, slower) for one in both)
     needed = parts.parts_of(machine.question, evidence.made, fused())
     calls = sum(count for part, count in needed.items() if part.workload == "linear")

@@ -10,11 +10,14 @@ import pytest
 import torch
 from advice_machine import Machine, decided, gathered, survey_work
 
+import te_bench.models as te
 from te_bench.advice import answer, candidates, code, convergence, page
 from te_bench.advice.candidates import Choice, Question
 from te_bench.advice.parts import Made, Part, parts_of
 from te_bench.experiments import plan
 from te_bench.experiments.spec import OWN_ATTENTION, Options, Record, Trial
+from te_bench.models import recipe as recipes
+from te_bench.models import rivals
 
 FACTORY = """
 import torch
@@ -44,7 +47,8 @@ def make_half():
 
 ALL = {"parts": "all"}
 CAPTURED = ALL | {"mode": "cudagraph"}
-FP8 = {"precision": "fp8", "recipe": "delayed_scaling"}
+FP8 = {"precision": "fp8", "recipe": "delayed_scaling_e4m3"}
+E4M3 = "recipe.DelayedScaling(fp8_format=recipe.Format.E4M3)"
 ADOPTED = 'adopt(model, parts="all")'
 
 pytestmark = pytest.mark.usefixtures("asked_here")
@@ -73,6 +77,17 @@ def test_its_own_attention_comes_first_and_nothing_of_te_benchs_own_models(asked
     modes = {"liger": "eager", "torchao_tensorwise": "compile", "torchao_rowwise": "compile"}
     assert [(choice.rival, choice.mode) for choice in theirs] == list(modes.items())
     assert set(theirs) < set(asked.frames)
+
+
+def test_a_rival_of_a_recipe_that_advice_does_not_measure_comes_last(asked: Question, monkeypatch) -> None:
+    """Such a rival may be a file of the user's own."""
+    known = {name: rivals.load(name) for name in rivals.names()}
+    known["torchao_rowwise"] = dataclasses.replace(known["torchao_rowwise"], recipe="delayed_scaling")
+    monkeypatch.setattr(rivals, "load", known.__getitem__)
+    again = candidates.of_model(Options(device="cuda", model="mine:make", tokens=256, batch=4), (9, 0))
+    theirs = [(choice.rival, choice.recipe) for choice in again.choices if choice.rival]
+    assert theirs[-1] == ("torchao_rowwise", "delayed_scaling")
+    assert len(theirs) == len([choice for choice in asked.choices if choice.rival])
 
 
 def test_a_rival_that_cannot_train_it_is_asked_once(asked: Question) -> None:
@@ -133,15 +148,15 @@ def test_the_attention_of_an_advised_step_is_timed_alone_or_said_not_to_be(asked
 def test_linears_that_stay_in_bf16_are_counted_so(asked: Question) -> None:
     linear = {"rows": 1024, "in_features": 128, "out_features": 384, "calls": 3, "kept": 1}
     made = Made.of(survey_work(asked, linears=[linear]))
-    found = parts_of(asked, made, Choice(attention=OWN_ATTENTION, precision="fp8", recipe="delayed_scaling"))
+    found = parts_of(asked, made, Choice(attention=OWN_ATTENTION, **FP8))
     sizes = (("tokens", 1024), ("in_features", 128), ("out_features", 384))
-    assert found[Part("linear", sizes, "delayed_scaling", "fp8")] == 2
+    assert found[Part("linear", sizes, FP8["recipe"], "fp8")] == 2
     assert found[Part("linear", sizes, "bf16")] == 1
     assert {part.rival for part in found if part.workload == "attention"} == {"flash"}  # what the survey saw
 
 
 @pytest.mark.parametrize("kept", [0, 1])
-@pytest.mark.parametrize("recipe", [None, "delayed_scaling"])
+@pytest.mark.parametrize("recipe", [None, FP8["recipe"]])
 def test_the_parts_of_te_convert_have_one_head(asked: Question, kept: int, recipe: str | None) -> None:
     """A head that shares the embedding's weight stays in bf16 as a Linear; one of its own is in FP8 as one."""
     head = {"rows": 1024, "in_features": 128, "out_features": asked.vocab, "calls": 1, "kept": kept}
@@ -174,7 +189,7 @@ def test_an_answer_for_it(asked: Question, tmp_path: Path) -> None:
             FP8 | CAPTURED,
             [
                 'model = make(width=128).to("cuda")',
-                'adopt(model, recipe=recipe.DelayedScaling(), parts="all")',
+                f'# model.module holds your weights\nmodel = adopt(model, recipe={E4M3}, parts="all")\n',
                 "optim = Optim(learning_rate=0.0001, weight_decay=0.01, grad_clip=0.0)",
                 'TrainStep(model, optim, precision="fp8", mode="cudagraph", optimizer="triton")',
                 "loss = step(inputs, targets)",
@@ -306,6 +321,27 @@ def of_file(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Questio
     return candidates.of_model(Options(device="cpu", model=f"{folder.name}:make"), None)
 
 
+@pytest.mark.parametrize("name", [*candidates.RECIPES, "delayed_scaling"])
+def test_the_code_converts_by_the_recipe_that_was_measured(name: str, tmp_path: Path, monkeypatch) -> None:
+    cpu, wanted = of_file(FACTORY, tmp_path, monkeypatch), recipes.load(name)
+    given: list[Any] = []
+    monkeypatch.setattr(te, "convert", lambda model, recipe, **parts: given.append((recipe, parts)))
+    choice = {"attention": OWN_ATTENTION, "precision": "fp8", "recipe": name}
+    ran(cpu, Choice(**choice))
+    ran(cpu, Choice(**choice, **ALL))
+    assert given == [(wanted, {}), (wanted, ALL)]
+    *lines, _, _ = code.code(cpu, Choice(**choice, **CAPTURED))  # the step and its loss are a GPU's
+    names: dict[str, Any] = {}
+    exec("\n".join(lines), names)
+    assert (names["model"].recipe, names["model"].parts) == (wanted, "all")
+
+
+@pytest.mark.parametrize("how", [{}, ALL])
+def test_the_code_of_delayed_scaling_with_e4m3_gradients_runs_as_it_is(how, tmp_path, monkeypatch):
+    lines, _ = ran(of_file(FACTORY, tmp_path, monkeypatch), Choice(attention=OWN_ATTENTION, **FP8, **how))
+    assert f"te.convert(model, {E4M3}" in lines
+
+
 @pytest.mark.parametrize(
     "choice",
     [{"attention": "flash"}, ALL, {"precision": "fp32"}, {"accumulate": 2}, {"precision": "fp32", "accumulate": 4}],
@@ -355,6 +391,9 @@ def test_the_code_of_a_config_without_a_class_names_the_one_that_was_measured(tm
 
 def test_the_command_that_proves_it_names_the_model_and_its_arguments_if_it_learns_text(asked: Question) -> None:
     choice = Choice(attention=OWN_ATTENTION, **FP8)
-    assert "--model mine:make --model-args width=128 --recipes delayed_scaling" in convergence.command(asked, choice)
-    said = convergence.in_words(dataclasses.replace(asked, text=False), choice, 0.02)
+    assert "--model mine:make --model-args width=128 --recipes delayed_scaling_e4m3 " in convergence.command(
+        asked, choice
+    )
+    judged = dataclasses.replace(choice, recipe="delayed_scaling")
+    said = convergence.in_words(dataclasses.replace(asked, text=False), judged, 0.02)
     assert ("EQUIVALENT" in said, "te-bench run" in said) == (True, False)
