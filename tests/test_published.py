@@ -271,7 +271,7 @@ def test_the_page_on_convergence_opens_with_the_numbers_of_the_records() -> None
         fewest, most = map(int, re.findall(r"(\d+) to (\d+) seeds each would show it", one.judgement.reason)[0])
         a_seed = took["control"] + took["aa"] + mean(run.record.wall_s for run in one.arm.runs.values() if run.record)
         hours = [(seeds * a_seed + BROKEN * took["broken"]) / 3600 for seeds in (fewest, most)]
-        likely = "likely" if comparison(one).gap < found.margin else "not likely"
+        likely = "not shown; likely" if comparison(one).gap < found.margin else "not shown; not likely"
         return f" {likely} | 12; {fewest} to {most} would show it, {hours[0]:.0f} to {hours[1]:.0f} GPU hours |"
 
     def sooner(one: ArmVerdict) -> str:
@@ -301,8 +301,8 @@ def test_the_page_on_convergence_opens_with_the_numbers_of_the_records() -> None
         row(passed, other) + " **shown** | 20, 3.4 GPU hours |",
         *(row(one, found) + takes(one) for one in (e4m3, e5m2)),
         f"bf16's loss {sooner(e4m3).format('as fast ')} with one, and {sooner(passed).format('')} without",
-        f"without it the gap is {outlier.value:.4f} (90 % [{ends(outlier.interval(0.05), ', ')}])",
-        f"the gaps are {passed.native_gap:.4f}, {e4m3.native_gap:.4f} and {e5m2.native_gap:.4f}.",
+        f"without that seed the gap is {outlier.value:.4f} (90 % [{ends(outlier.interval(0.05), ', ')}])",
+        f"Evaluated in FP8 the gaps are {passed.native_gap:.4f}, {e4m3.native_gap:.4f} and {e5m2.native_gap:.4f}, above",
         f"E5M2 ended {less(e5m2, e4m3).gap:.4f} nat above E4M3 (95 % [{ends(less(e5m2, e4m3).interval_95, ', ')}])",
         f"Without seed 10, which lies far off, the gaps are {mean(gaps(e4m3, with_head, 10)):.4f} and "
         f"{mean(gaps(e5m2, with_head, 10)):.4f}.",

@@ -103,6 +103,7 @@ class Journal:
 
     directory: Path | None = None  # from which it was read
     environments: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    hosts: dict[str, frozenset[str]] = field(default_factory=dict)  # {GPU: it and those seen beside it on its host}
     plans: list[Plan] = field(default_factory=list)
     records: Records = field(default_factory=Records)
     size: int = 0  # bytes of whole, intact lines
@@ -245,6 +246,8 @@ def _add(journal: Journal, raw: bytes) -> None:
     body = json.loads(raw)["body"]
     if line.kind == "environment":
         journal.environments[body["id"]] = body
+        gpus = frozenset(gpu["uuid"] for gpu in body.get("details", {}).get("gpus", ()) if gpu.get("uuid"))
+        journal.hosts |= dict.fromkeys(gpus, gpus)
     elif line.kind == "plan":
         journal.plans.append(Plan.from_json(body))
     elif line.kind == "broken_off":

@@ -30,13 +30,14 @@ _OF_MODEL = ("model", "batch", "sequence")  # of a layer outside the quickstart
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One planned trial and its record, or None if it has not run yet."""
+    """One planned trial and its record, or None if it has not run yet. host: the GPUs of the host that ran it, if known."""
 
     run: str  # name of the run's directory
     suite: str
     environment: str
     trial: Trial
     record: Record | None
+    host: frozenset[str] = frozenset()
 
     @property
     def outcome(self) -> str:
@@ -290,10 +291,23 @@ def _rows(run: str, plans: Sequence[Plan], journal: Journal) -> list[Row]:
         for trial in map(trial_of, plan.trials):
             planned.setdefault(trial.id, trial)
     suite, environment = plans[0].suite, plans[0].environment
+    known = {key: journal.records.get((key, environment)) for key in planned}
     return [
-        Row(run=run, suite=suite, environment=environment, trial=trial, record=journal.records.get((key, environment)))
+        Row(
+            run=run,
+            suite=suite,
+            environment=environment,
+            trial=trial,
+            record=known[key],
+            host=_host(journal, known[key]),
+        )
         for key, trial in planned.items()
     ]
+
+
+def _host(journal: Journal, record: Record | None) -> frozenset[str]:
+    gpu = record.device_state.get("uuid") if record else None
+    return journal.hosts.get(str(gpu), frozenset())
 
 
 def trial_of(value: Mapping[str, Any]) -> Trial:

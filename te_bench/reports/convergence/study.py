@@ -117,10 +117,11 @@ class Run:
     def host(self) -> tuple[object, ...]:
         """The key of the run's host: step times are compared only within one host.
 
-        Records without these fields are of an environment whose identity has them, and so of equal hosts.
+        Without its name a host is known by its GPUs. Records without the other fields are of an environment whose identity
+        has them.
         """
         state = self.record.device_state if self.record else {}
-        return tuple(state.get(name) for name in ("host", *OF_TIMES, "host_cores"))
+        return state.get("host", self.row.host), *(state.get(name) for name in (*OF_TIMES, "host_cores"))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Verdicts on runs whose truth is known, and what may not be concluded from runs that cannot carry it."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from convergence_runs import (
 )
 
 from te_bench.experiments.spec import Record
-from te_bench.experiments.store import Store, load
+from te_bench.experiments.store import Store, encode, load
 from te_bench.reports.analysis import curves
 from te_bench.reports.analysis.rows import load_results
 from te_bench.reports.convergence import planning
@@ -534,6 +535,18 @@ def test_step_times_are_compared_within_a_host_and_losses_over_all(tmp_path, her
     assert (delayed.speedup.step_time.n, round(delayed.speedup.step_time.value, 2)) == (2, 0.9)
     for name, column in (("verdict", "To equal loss"), ("equal_loss", "Step alone")):
         assert cell(run, name, "delayed scaling", column).endswith("] (2 of 5 pairs share a host)")
+
+
+def test_hosts_without_names_are_told_apart_by_their_gpus(tmp_path: Path) -> None:
+    run = on_hosts(tmp_path, {**HOST, "uuid": "GPU-a"}, {**HOST, "uuid": "GPU-c"}, first=2)
+    path = run / "journal.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    [machine] = [json.loads(line)["body"] for line in lines if b'"kind":"environment"' in line]
+    for gpus in (["GPU-a", "GPU-b"], ["GPU-c"]):  # two machines of one kind
+        seen = {**machine["details"], "gpus": [{"uuid": gpu} for gpu in gpus]}
+        lines.append(encode("environment", {**machine, "details": seen}))
+    path.write_bytes(b"".join(lines))
+    assert judge_study(study_at(run)).recipes[0].speedup.within_hosts == "2 of 5 pairs share a host"
 
 
 @pytest.mark.usefixtures("undrawn")
