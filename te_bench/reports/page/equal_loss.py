@@ -86,7 +86,7 @@ def figure(found: StudyVerdict) -> Figure | None:
         Line2D([], [], color=COLOURS[0], label=f"{whose[:-2]}, mean"),
         Line2D([], [], color=COLOURS[1], linestyle="--", label="recipe, mean"),
         Patch(facecolor=FAINT, alpha=0.35, linewidth=0, label="seeds: smallest to largest"),
-        Line2D([], [], color=INK, marker="D", markersize=4, label=f"{whose} final loss, 95 %"),
+        Line2D([], [], color=INK, marker="D", markersize=4, label=f"the recipe reaches {whose} final loss, 95 %"),
     ]
     legend_below(drawing, handles, 2, left=True)
     return drawing

@@ -57,8 +57,8 @@ def forest(found: StudyVerdict) -> Figure | None:
         axes.plot([comparison.gap], [row], "o", color=colour, markersize=6)
     axes.set_xlim(-widest, widest)
     axes.locator_params(axis="x", nbins=5)  # labels as wide as -0.0050
-    within = f"shaded: within the margin {found.margin:g}"
-    axes.set_xlabel(f"final loss less {found.study.whose}, nat, with {level(found.alpha)} ({within})")
+    within = f"shaded: the margin {found.margin:g}"
+    axes.set_xlabel(f"final loss less {found.study.whose}, nat; {level(found.alpha)} intervals ({within})")
     return figure
 
 
@@ -100,7 +100,7 @@ def gap_curves(found: StudyVerdict) -> Figure | None:
     figure.supylabel("gap, nat", fontsize=8.8)  # a figure of one recipe has no room for more
     handles = [
         Patch(facecolor=COLOURS[2], alpha=0.3, label=f"within the margin {found.margin:g}"),
-        Patch(facecolor=COLOURS[0], alpha=0.3, label=f"simultaneous {100 * CONFIDENCE:g} % band"),
+        Patch(facecolor=COLOURS[0], alpha=0.3, label=f"{100 * CONFIDENCE:g} % band of the last quarter"),
     ]
     legend_below(figure, handles, 2, left=True)
     return figure
