@@ -108,6 +108,7 @@ class Run:
         if self.budget_s:
             self._announce()
         made, survey = self._survey()
+        self.question = self.question.with_head(made.converted_head)
         times: dict[Part, PartTime] = {}
         predictions: dict[Choice, Prediction] = {}
 
@@ -353,10 +354,12 @@ class Run:
     def _verify(self, predictions: Mapping[Choice, Prediction], *, repeated: bool, first: bool) -> None:
         """Measure the steps with the best predictions; each result corrects the predictions that follow.
 
+        Beside a captured FP8 step of a user's model the same with the head in bf16 is measured, whatever its prediction.
         repeated: keep enough of the budget for repetitions. first: measure one step only, and only if its predicted gain
         exceeds its bound.
         """
         self.left_out.pop(VERIFICATION, None)
+        self._with_bf16_head(repeated=repeated)
         for number in range(self._verified(predictions), MOST_VERIFIED):
             waiting = self._waiting(predictions)
             if not waiting:
@@ -373,6 +376,21 @@ class Run:
             self.step([(best.choice, 0)])
             if first:
                 return
+            self._with_bf16_head(repeated=repeated)
+
+    def _with_bf16_head(self, *, repeated: bool) -> None:
+        """Measure FP8 with the head in bf16 as soon as a captured FP8 step was measured."""
+        captured = [c for c in self.question.choices if c.parts and c.recipe and c.mode == "cudagraph"]
+        measured = any(c in self.steps for c in captured)
+        for choice in (c for c in captured if measured and c.head):
+            words, trial = f"{STEPS}{choice.words()}", self.question.trial(choice)
+            self.left_out.pop(words, None)
+            if choice in self.steps or choice in self.wrong:
+                continue
+            if self.affordable([trial], self.repetitions(self._fastest()) if repeated else 0.0):
+                self.step([(choice, 0)])
+            else:
+                self.left_out[words] = [trial]
 
     def held(self, records: Sequence[Record]) -> bool:
         return self.fits(peak(records))

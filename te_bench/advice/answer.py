@@ -43,7 +43,8 @@ def sentences(evidence: Evidence, decision: Decision, findings: Sequence[Finding
     said = [_promising(evidence, decision), _use(evidence, decision), decision.why, _faster(evidence, decision)]
     said += [" ".join(filter(None, [_memory(question, decision), _predicted(evidence, decision.use)]))]
     said += [_checkpointing(evidence, decision.use)]
-    said += [convergence.in_words(question, decision.use, decision.seconds)]
+    said += [_shown(evidence, decision)]
+    said += [convergence.in_words(question, decision.use, decision.seconds, beside=decision.shown is None)]
     said += [fp8_in_words(evidence, decision.use, decision.fitting)]
     if findings:
         others = f" {len(findings) - 1} more: see Traps." if len(findings) > 1 else ""
@@ -154,6 +155,20 @@ def unmeasured_rivals(evidence: Evidence) -> list[str]:
         if choice.rival or (choice.of_others and choice.mode in COMPILED):
             steps.setdefault(choice.rival or "torch.compile", set()).add(choice)
     return [name for name, found in steps.items() if not found & evidence.steps.keys() and not found <= cannot]
+
+
+def _shown(evidence: Evidence, decision: Decision) -> str:
+    """Return a sentence about the fastest step that a study shows to train like bf16, if the advised one is not shown."""
+    if decision.shown is None:
+        return ""
+    choice, ratio = decision.shown
+    said = (
+        f"Shown to train like bf16 on GPT-2: {choice.beside(decision.use)}, {measured_in_words(evidence.steps[choice])}"
+    )
+    if ratio is None:
+        return f"{said}."
+    once = "" if ratio.low is not None else ", by one run"
+    return f"{said}, {text.speedup(ratio)} as fast as what you have{once}."
 
 
 def _without_fp8(evidence: Evidence, decision: Decision) -> str:

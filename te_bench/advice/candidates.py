@@ -42,9 +42,9 @@ class Choice:
     """One way to train a model.
 
     fused: te-bench's blocks and optimizer. padded: the vocabulary is padded to a multiple of 64. accumulate: the number of
-    micro-batches that the batch is cut into. parts: te.convert's parts for a user's model. rival: another project that
-    trains the model, with the arithmetic of `recipe`. checkpointing: blocks keep only their inputs, and recompute the rest
-    in the backward pass.
+    micro-batches that the batch is cut into. parts: te.convert's parts for a user's model, whose head is in the recipe's
+    FP8 unless `head` is chunked, in bf16. rival: another project that trains the model, with the arithmetic of `recipe`.
+    checkpointing: blocks keep only their inputs, and recompute the rest in the backward pass.
     """
 
     attention: str
@@ -60,8 +60,14 @@ class Choice:
     checkpointing: bool = False
 
     def changes(self, have: "Choice") -> int:
-        """Return in how many settings this choice differs from the user's."""
-        return sum(getattr(self, f.name) != getattr(have, f.name) for f in dataclasses.fields(self))
+        """Return in how many settings this choice differs from the user's; parts replace the head, in FP8 or in bf16."""
+        names = [f.name for f in dataclasses.fields(self) if not (self.parts and f.name == "head")]
+        return sum(getattr(self, name) != getattr(have, name) for name in names)
+
+    @property
+    def fp8_head(self) -> bool:
+        """Whether a causal model's head is in FP8: one by name, or te.convert's."""
+        return self.head == FP8_HEAD or bool(self.parts and self.recipe and self.head is None)
 
     @property
     def of_others(self) -> bool:
@@ -83,6 +89,9 @@ class Choice:
             return self.words()
         mine, theirs = self._details(), other._details()
         said = {"attention": "te-bench's attention" if self.parts else naming.attention_name(self.attention)}
+        if self.parts and other.parts:
+            said["head"] = f"the head in {'FP8' if self.fp8_head else 'bf16'}"
+            mine["head"] = mine["head"] and said["head"]
         differs = [word or said.get(name, f"no {theirs[name]}") for name, word in mine.items() if word != theirs[name]]
         return f"the same with {', '.join(differs)}"
 
@@ -104,7 +113,7 @@ class Choice:
         return {
             "recipe": "" if self.rival else naming.recipe_name(self.recipe),
             "attention": "" if silent else naming.attention_name(self.attention),
-            "head": naming.HEADS[self.head] if self.head else "",
+            "head": naming.BF16_HEAD if self.parts and self.head else naming.HEADS[self.head] if self.head else "",
             "fused": "fused blocks and AdamW" if self.fused else "",
             "padded": "padded vocabulary" if self.padded else "",
             "accumulate": f"{self.accumulate} micro-batches" if self.accumulate > 1 else "",
@@ -119,9 +128,9 @@ class Question:
 
     problem: the settings that all steps share. have: the user's assumed step, the unchanged model in eager bf16. said:
     the command line's options about the model. given: its --model. cls: the class of a user's model. blocks: as in its
-    Facts. preset: whether the model is te-bench's own. left_out: {choice that does not apply: the reason}. optimizer:
-    the name in kernels.adamw for captured steps with te.convert's parts, or None for torch's fused AdamW; all other
-    steps of a user's model have torch's.
+    Facts. head: the name of a user's head that te.convert replaces, which a survey finds. preset: whether the model is
+    te-bench's own. left_out: {choice that does not apply: the reason}. optimizer: the name in kernels.adamw for captured
+    steps with te.convert's parts, or None for torch's fused AdamW; all other steps of a user's model have torch's.
     """
 
     model: str
@@ -136,6 +145,7 @@ class Question:
     given: str = ""
     cls: str = ""
     blocks: str = ""
+    head: str = ""
     preset: bool = True
     text: bool = True  # the model learns from text
     logits: bool = False  # a user's model takes only tokens and returns logits
@@ -174,7 +184,7 @@ class Question:
         """Return the most promising choice whose frame is `frame`, or None if there is none.
 
         It has the first other attention and the first recipe of their lists (no recipe on a CPU, which emulates FP8), and a
-        chunked head.
+        chunked head, or that of te.convert's parts.
         """
         attentions = [name for name in ATTENTIONS[self.device] if name != self.have.attention]
         others = [choice for choice in self.choices if self.frame(choice) == frame != choice and not choice.rival]
@@ -182,9 +192,21 @@ class Question:
         def place(choice: Choice) -> tuple[int, int, bool, bool]:
             recipe = rank(choice.recipe) if self.device == "cuda" else int(choice.recipe is not None)
             by = recipe, [*attentions, choice.attention].index(choice.attention)
-            return (*by, choice.head != CHUNKED, not choice.padded)
+            return (*by, choice.head != (None if choice.parts else CHUNKED), not choice.padded)
 
         return min(others, key=place, default=None)
+
+    def with_head(self, name: str | None) -> "Question":
+        """Return the question for a user's model with that head, if te.convert replaces one.
+
+        Its captured step by DELAYED is then also a choice with the head in bf16, which trains like bf16 in a study.
+        """
+        shown = [
+            dataclasses.replace(choice, head=CHUNKED)
+            for choice in self.choices
+            if name and choice.parts and (choice.recipe, choice.mode) == (DELAYED, "cudagraph")
+        ]
+        return dataclasses.replace(self, head=name or "", choices=(*self.choices, *shown))
 
     def checkpointed(self, choice: Choice) -> Choice | None:
         """Return the choice with checkpointed blocks; None if it has them, or cannot have them.

@@ -81,8 +81,11 @@ def _of_users(question: Question, choice: Choice) -> list[str]:
     lines += theirs.code(question.vocab) if theirs else ()
     options = [_made(choice.recipe)] if choice.recipe and not theirs else []
     options += [f'parts="{choice.parts}"'] if choice.parts else []
+    if choice.parts and choice.head:
+        lines.append(f"fp8 = {options[0]}")  # what follows is too long for one line
+        options = ["fp8", *options[1:], f'filter=lambda name, module: name != "{question.head}"']
     if choice.mode == "cudagraph":
-        return _captured(question, choice, imports, made, options)
+        return _captured(question, choice, imports, lines, options)
     if options:
         imports += ["import te_bench.models as te"]
         imports += ["from te_bench.models import recipe"] if choice.recipe else []
@@ -123,7 +126,7 @@ def per_block(question: Question) -> list[str]:
     return lines
 
 
-def _captured(question: Question, choice: Choice, imports: list[str], made: str, options: list[str]) -> list[str]:
+def _captured(question: Question, choice: Choice, imports: list[str], made: list[str], options: list[str]) -> list[str]:
     """Return the lines for a user's model and its optimizer in one CUDA graph; options: te.convert's after the model."""
     judge = str(question.problem.get("loss") or "").rpartition(":")[2]
     given = [f"recipe={options[0]}", *options[1:]] if choice.recipe else options
@@ -134,7 +137,7 @@ def _captured(question: Question, choice: Choice, imports: list[str], made: str,
         *(["from te_bench.models import recipe"] if choice.recipe else []),
         *([CHECKPOINTING] if choice.checkpointing else []),
         "from te_bench.training.step import Optim, TrainStep",
-        made,
+        *made,
         *_noted(f"model = adopt(model, {', '.join(given)})", "model.module holds your weights"),
         *([CHECKPOINTED] if choice.checkpointing else []),
         *_step(question, choice),

@@ -4,7 +4,7 @@ from te_bench.advice.candidates import OURS, Choice, Question
 from te_bench.experiments.suites.convergence import PILOT
 from te_bench.reports.analysis.naming import recipe_name, rival_name
 from te_bench.reports.convergence import published
-from te_bench.reports.convergence.published import Published
+from te_bench.reports.convergence.published import PASSED, Published
 
 STEPS, BATCH_TOKENS = 300, 12 * 1024  # of --preset gpt2-short
 BESIDE_STEPS_S = 28.0  # of a run: start, check, capture and evaluations; the median of results/h200/convergence-short
@@ -15,17 +15,25 @@ def nearest(choice: Choice) -> Published | None:
     """Return the published verdict on the same recipe and kernels; te-bench's parts of a user's model are the fused ones."""
     if choice.rival:
         return None
-    head = bool(choice.parts) or choice.head == "fp8"  # te.convert's parts of a causal model have the head in FP8
-    return published.nearest(choice.recipe, fused=_has_fused_kernels(choice), fp8_head=head)
+    return published.nearest(choice.recipe, fused=_has_fused_kernels(choice), fp8_head=choice.fp8_head)
 
 
-def preference(choice: Choice, have: Choice, memory: float | None) -> tuple[int, bool, float]:
-    """Return the key of steps about as fast: the fewest changes, then a published verdict, then the least memory."""
-    return choice.changes(have), nearest(choice) is None, memory or 0.0
+def is_shown(choice: Choice) -> bool:
+    """Return whether a published study of the same recipe, kernels and head is EQUIVALENT."""
+    found = nearest(choice)
+    return found is not None and (found.verdict, found.fp8_head) == (PASSED, choice.fp8_head)
 
 
-def in_words(question: Question, choice: Choice, seconds: float) -> str:
-    """Return a few sentences about convergence; seconds: of one step of the choice, to tell the command's cost."""
+def preference(choice: Choice, have: Choice, memory: float | None) -> tuple[int, bool, bool, float]:
+    """Return the key of steps about as fast: the fewest changes, then the best published verdict, then the least memory."""
+    return choice.changes(have), not is_shown(choice), nearest(choice) is None, memory or 0.0
+
+
+def in_words(question: Question, choice: Choice, seconds: float, *, beside: bool = True) -> str:
+    """Return a few sentences about convergence; seconds: of one step of the choice, to tell the command's cost.
+
+    beside: whether to quote the recipe that passed beside one that did not.
+    """
     if choice.precision == "fp32":
         return "Convergence: float32 rounds less than bf16; there is nothing to prove."
     if choice.recipe is None:
@@ -37,7 +45,7 @@ def in_words(question: Question, choice: Choice, seconds: float) -> str:
         what = rival_name(choice.rival) if choice.rival else recipe_name(choice.recipe)
         said = f"no verdict is published for {what} {'in fused blocks' if choice.fused else 'so'}"
     else:
-        said = f"no study has judged this step. {found.in_words()}"
+        said = f"no study has judged this step. {found.in_words(beside=beside)}"
     if not question.text:
         return (
             f"Convergence: {said}; te-bench trains models of text alone: judge two runs of yours by te-bench verdict."
@@ -45,7 +53,8 @@ def in_words(question: Question, choice: Choice, seconds: float) -> str:
     if choice.rival:
         said += f"; te-bench's {recipe_name(choice.recipe)} has the same arithmetic"
     cost, pilot = _hours(question, choice, seconds), command(question, choice)
-    return f"Convergence: {said}. A pilot tells in {cost} how many seeds your model takes: {pilot}."
+    of = " of the same with an FP8 head" if choice.parts and choice.head else ""  # the suite has no other
+    return f"Convergence: {said}. A pilot{of} tells in {cost} how many seeds your model takes: {pilot}."
 
 
 def command(question: Question, choice: Choice) -> str:

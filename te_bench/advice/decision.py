@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from te_bench.advice.advise import VERIFICATION, Evidence
 from te_bench.advice.candidates import Choice
-from te_bench.advice.convergence import preference
+from te_bench.advice.convergence import is_shown, preference
 from te_bench.advice.parts import LINEAR, Part, PartTime
 from te_bench.advice.predict import Prediction
 from te_bench.advice.room import AGAIN, SMALLER
@@ -35,7 +35,8 @@ class Decision:
     """The choice to use, and what it is compared with.
 
     speedup: over the user's step; None if either has no record. tied: choices that are not distinguished from `use`.
-    undecided: what to do until it is known whether to change anything; None if that is known. why: the reason.
+    undecided: what to do until it is known whether to change anything; None if that is known. why: the reason. shown: of
+    an advised FP8 step that no study shows to train like bf16, the fastest that one shows, over the user's step.
     """
 
     use: Choice
@@ -52,6 +53,7 @@ class Decision:
     why: str
     runs: int
     gpu: str | None  # by name
+    shown: tuple[Choice, Ratio | None] | None = None
 
     @property
     def exit_code(self) -> int:
@@ -79,6 +81,10 @@ def decide(evidence: Evidence, group: Group, memory: float | None = None) -> Dec
     others = [choice for choice in fitting or of_choice if choice.of_others]
     best_other = min(others, key=lambda choice: typical(evidence.steps[choice]), default=question.have)
     over = None if best_other in (best, question.have) else speedup(of_choice[best_other], chosen)
+    proven = (
+        [choice for choice in fitting or of_choice if is_shown(choice)] if best.recipe and not is_shown(best) else []
+    )
+    shown = min(proven, key=lambda choice: typical(evidence.steps[choice]), default=None)
     memory_of, have_memory = (peak(chosen.ok), None) if have is None else peaks(chosen.ok, have.ok)
     return Decision(
         use=best,
@@ -95,6 +101,7 @@ def decide(evidence: Evidence, group: Group, memory: float | None = None) -> Dec
         why=why,
         runs=len(chosen.ok),
         gpu=group.gpu,
+        shown=None if shown is None else (shown, None if have is None else speedup(have, of_choice[shown])),
     )
 
 

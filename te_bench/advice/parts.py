@@ -40,7 +40,7 @@ class Made:
 
     head: (rows, in_features, classes), or None if te-bench cannot replace how the model makes logits. The head of a
     user's model is also among the linears, which te.convert's parts replace. own_kernel: the SDPA kernel that the
-    unchanged model runs.
+    unchanged model runs. converted_head: the name of the head that te.convert replaces.
     """
 
     linears: Mapping[tuple[int, int, int], int]
@@ -48,6 +48,7 @@ class Made:
     attentions: Mapping[tuple[tuple[str, Any], ...], int] = field(default_factory=dict)
     head: tuple[int, int, int] | None = None
     own_kernel: str = "math"
+    converted_head: str | None = None
 
     @classmethod
     def of(cls, work: Mapping[str, Any], shares: int = 1) -> "Made":
@@ -70,6 +71,7 @@ class Made:
             attentions=attentions,
             head=_sizes(head, shares) if head else None,
             own_kernel=next((call["kernel"] for call in work["attentions"] if not call["mask"]), "math"),
+            converted_head=work.get("converted_head"),
         )
 
 
@@ -105,7 +107,7 @@ def parts_of(question: Question, made: Made, choice: Choice) -> Counter[Part]:
         name = choice.head or "reference"
         padded = question.padded_vocab if choice.padded else vocab
         if choice.parts:
-            name, padded = FP8_HEAD if choice.recipe else CHUNKED, -(-vocab // MULTIPLE) * MULTIPLE
+            name, padded = FP8_HEAD if choice.fp8_head else CHUNKED, -(-vocab // MULTIPLE) * MULTIPLE
         head = (("n", rows), ("d", d), ("vocab", vocab), ("padded", padded), ("head", name))
         found[Part(HEAD, head, name, half, _mode(choice, name))] += 1
     return +found

@@ -106,8 +106,11 @@ def _seconds_in_kernels(part: Part, times: Mapping[Part, PartTime]) -> float:
 
 
 def _logits_saved(made: Made, choice: Choice, base: Choice) -> float:
-    """Return the bytes of the logits and their gradient in half precision, which a chunked head does not keep."""
-    if made.head is None or choice.head is None or base.head is not None:
+    """Return the bytes of the logits and their gradient in half precision, which a chunked head does not keep.
+
+    te.convert's parts keep none in any step.
+    """
+    if made.head is None or choice.head is None or base.head is not None or choice.parts:
         return 0.0
     rows, _, classes = made.head
     return 4.0 * rows * classes

@@ -24,6 +24,7 @@ from te_bench.training.parallel import Parallel
 from te_bench.training.step import Optim, TrainStep
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CHUNKED = "chunked"  # the head in bf16 of a user's model whose parts are in FP8
 LOOKED_AT = 64  # elements of each parameter that are checked for a perturbation
 
 
@@ -84,6 +85,8 @@ def require_supported(trial: Trial) -> None:
             require(name, attention.load(name).unsupported(problem))
     elif (rival := StepProblem.of(trial).against) is not None:
         _require_rival(trial, rival)
+    elif StepProblem.of(trial).head not in (None, CHUNKED if StepProblem.of(trial).parts else None):
+        raise Unsupported(f"head {StepProblem.of(trial).head}: a user's model takes {CHUNKED}, with te-bench's parts")
     elif trial.recipe is not None and recipes.load(trial.recipe).fp8_dpa:
         raise Unsupported(f"{trial.recipe}: attention in FP8 is for te-bench's own models; choose another recipe")
     elif trial.device == "cpu" and trial.attention in ("mem_efficient", "cudnn"):
@@ -319,6 +322,7 @@ def adopted_of(trial: Trial, kernel: str | None = None) -> Adopted:
         raise Unsupported(f"{what}: the model's parameters are {', '.join(map(str, dtypes))}; it wants float32")
     perturb(made.module, trial)
     how: dict[str, Any] = {"dropout": p.dropout != 0, "kernel": kernel, "parts": p.parts}
+    how |= {"filter": lambda name, _: name.rpartition(".")[2] != "lm_head"} if p.head is not None else {}
     if p.against is not None:
         return Adopted(made, rival=p.against.adoption, **how)
     return Adopted(made, recipe=recipe_of(trial), **how)

@@ -22,7 +22,7 @@ from te_bench.training.parallel import SINGLE
 from te_bench.training.step import TrainStep
 from te_bench.training.undisturbed import buffers_kept
 
-CHANGES = ("parts", "rival", "checkpointing")  # changes of the model that the references go without
+CHANGES = ("parts", "head", "rival", "checkpointing")  # changes of the model that the references go without
 #: Relative difference of two float32 losses that are one: sums in another order differ by less; gradients show less noise.
 SAME = 1e-6
 #: Relative distance of neighbouring numbers in the format that GEMMs multiply.

@@ -123,7 +123,7 @@ def _rounds_head(trial: Trial, config: DecoderConfig) -> bool:
 
 
 def _expected_of_adopted(trial: Trial, model: Adopted) -> Expected:
-    """Return what is known of a user's step: GEMMs of its precision, a rival's kernels, optimizer and mode."""
+    """Return what is known of a user's step: GEMMs of its precision, a head by name, a rival's kernels, optimizer, mode."""
     p, accumulate = StepProblem.of(trial), trial_model.optim_of(trial).accumulate
     least = accumulate * model.gemms
     # first_pass is eager; under torch.compile te.convert's blocks go layer by layer.
@@ -138,10 +138,10 @@ def _expected_of_adopted(trial: Trial, model: Adopted) -> Expected:
             expected["gemm_half"] = (least // (PASSES - 1), None)
     if trial.precision in ("bf16", "fp16") and any(isinstance(module, nn.Linear) for module in model.modules()):
         expected["gemm_half"] = SOME  # its own code may leave autocast
-    chosen = f"optimizer_{p.optimizer or 'torch'}"
+    chosen = {f"optimizer_{p.optimizer or 'torch'}", f"head_{p.head}"}
     for part in (*kernels_of(trial.device), "optimizer_torch"):
-        if part.startswith("optimizer"):
-            expected[part] = SOME if part == chosen else NONE
+        if part.startswith("optimizer") or p.head is not None:
+            expected[part] = SOME if part in chosen else NONE
     if trial.device == "cuda" and p.against is not None and p.against.kernels is not None:
         expected[f"rival_{p.against.title}"] = SOME
     return expected | _mode(trial, as_it_is=p.as_it_is, theirs=True)  # its own code may compile parts of itself

@@ -5,7 +5,8 @@ recipe (kept); head, the last Linear of te-bench's own models where it makes the
 attentions, the calls of SDPA by shape, with the kernel that each ran; written_out, softmaxes over keys that no kernel
 computes; losses, the logits of each cross-entropy; norms and norms_in_float32, elements that norms gave, and that they gave
 in float32 under autocast; experts_in_float32, calls of grouped_mm that did so; dropout, {module: probability}; vocab;
-optimizer, where the model says which it makes; blocks, the number of transformer blocks; parameters.
+optimizer, where the model says which it makes; blocks, the number of transformer blocks; parameters; converted_head, the
+name of the head of a user's model that te.convert replaces, or None.
 """
 
 import contextlib
@@ -46,6 +47,7 @@ def run(trial: Trial, context: Context) -> Measurement:
     model = trial_model.model_of(trial)
     converted = functools.partial(_converted, model) if isinstance(model, Adopted) else None
     found = look(model, *batch, trial.precision, converted=converted)
+    found |= {"converted_head": _converted_head(model)} if isinstance(model, Adopted) else {}
     if not math.isfinite(loss := found["loss"]):
         shown = str(loss).replace("nan", "NaN")
         raise Diverged(f"the loss of the first batch is {shown} ({trial.precision} autocast); no step was timed")
@@ -55,6 +57,12 @@ def run(trial: Trial, context: Context) -> Measurement:
 def _converted(model: Adopted) -> set[str]:
     """The layers that te.convert takes, by their names in the model, which has them then."""
     return {f"module.{layer.name}" for layer in conversion.convert(model.module).converted}
+
+
+def _converted_head(model: Adopted) -> str | None:
+    """The name of the one head that te.convert replaces with its loss."""
+    names = [part.name for part in conversion.convert(model.module, parts="head").parts if part.after is not None]
+    return names[0] if len(names) == 1 else None
 
 
 def look(

@@ -31,11 +31,16 @@ class Published:
     def where(self) -> str:
         return f"results/{self.records}"
 
-    def in_words(self) -> str:
-        """Say the gap and the verdict; of a verdict that shows nothing, which recipe passes beside it, if there is one."""
+    def in_words(self, *, beside: bool = True) -> str:
+        """Say the gap and the verdict; of a verdict that shows nothing, which recipe passes beside it, if there is one.
+
+        beside=False: leave that recipe out.
+        """
         head = " with an FP8 head" if self.fp8_head else ""
         said = f"GPT-2 124M{head}, {self.training}: {self.gap} nat above bf16, {self.verdict} within {self.margin:g}"
-        if passed := self._passed_beside():
+        if (passed := self._passed_beside()) and not beside:
+            return f"{said} ({PAGE})"
+        if passed:
             head = "an FP8" if passed.fp8_head else "a bf16"
             return f"{said}; by {recipe_name(passed.recipe)} with {head} head {passed.gap}, {PASSED} ({PAGE})"
         by = f"estimated from {self.on.replace(' share', ', which share')}" if self.on else "we estimate"

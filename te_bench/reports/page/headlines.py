@@ -102,7 +102,7 @@ def _what_is_proven(trial: Trial) -> str:
             f"published; te-bench run convergence {' '.join(asked)} judges te-bench's AdamW with them."
         )
     of_others = problem.get("rival") or problem.get("linears")
-    head = bool(problem.get("parts")) or problem.get("head") == "fp8"
+    head = problem.get("head", "fp8" if problem.get("parts") else None) == "fp8"
     known = None if of_others else nearest(trial.recipe, fused=fused, fp8_head=head)
     published = f"Published: {known.in_words()}" if known else "No verdict on this step is published"
     if known and (problem.get("parts") or known.fp8_head != head):

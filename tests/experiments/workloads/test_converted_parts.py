@@ -11,10 +11,11 @@ import torch
 pytest.importorskip("transformers")
 
 from te_bench.experiments import timing
-from te_bench.experiments.measurement import CheckFailed, Context
+from te_bench.experiments.measurement import CheckFailed, Context, Unsupported
 from te_bench.experiments.spec import OWN_ATTENTION, Trial
 from te_bench.experiments.workloads import train_step, training
 from te_bench.models import conversion
+from te_bench.models.huggingface import head
 from te_bench.models.sources import identify
 
 pytestmark = pytest.mark.usefixtures("plain_heads")
@@ -91,3 +92,35 @@ def test_a_part_that_computes_something_else_fails(problem: dict[str, Any], monk
     monkeypatch.setattr(conversion, "convert", wrong)
     with pytest.raises(CheckFailed, match="error"):
         run({**problem, "parts": "all"}, None)
+
+
+HEAD_IN_BF16 = {"parts": "all", "head": "chunked"}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_in_bf16_is_checked_and_seen(problem: dict[str, Any], device: str, tied: bool) -> None:
+    config = {**json.loads(problem["config"]), "tie_word_embeddings": tied}
+    found = run({**problem, "config": json.dumps(config), **HEAD_IN_BF16}, "delayed_scaling_e4m3", device)
+    assert found.work["ran"]["head_chunked"] > 0
+    assert (found.work["ran"]["head_fp8"], found.work["ran"]["gemm_fp8"] > 0) == (0, True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["delayed_scaling", "delayed_scaling_e4m3"])
+def test_a_captured_step_with_a_head_in_bf16_is_checked(problem: dict[str, Any], recipe: str) -> None:
+    found = run({**problem, **HEAD_IN_BF16, "optimizer": "triton"}, recipe, "cuda", "cudagraph")
+    assert (found.work["ran"]["head_fp8"], found.work["ran"]["head_chunked"] > 0) == (0, True)
+
+
+def test_a_head_in_fp8_where_bf16_was_asked_for_fails(problem: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    right = head.convert
+    monkeypatch.setattr(head, "convert", lambda model, undo, in_fp8: right(model, undo, True))
+    with pytest.raises(CheckFailed, match=r"head chunked: 1 or more expected, 0 ran; head fp8: 0 expected, [1-9]"):
+        run({**problem, **HEAD_IN_BF16}, "delayed_scaling_e4m3")
+
+
+@pytest.mark.parametrize("asked", [{"head": "chunked"}, {"head": "fp8", "parts": "all"}])
+def test_other_heads_of_a_users_model_are_refused(problem: dict[str, Any], asked: dict[str, Any]) -> None:
+    with pytest.raises(Unsupported, match="a user's model takes chunked, with te-bench's parts"):
+        run({**problem, **asked}, "delayed_scaling_e4m3")

@@ -1,6 +1,8 @@
 """A survey of a model: what its step is made of, counted as it runs."""
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_bench.experiments.measurement import Context
-from te_bench.experiments.spec import Trial
+from te_bench.experiments.spec import OWN_ATTENTION, Trial
 from te_bench.experiments.workloads import survey
 from te_bench.experiments.workloads.survey import look
 from te_bench.models import adopted
+from te_bench.models.sources import identify
 
 
 @pytest.fixture(autouse=True)
@@ -109,3 +112,25 @@ def test_te_benchs_own_models(model: str, device: str) -> None:
     assert work["head"] == {"rows": 64, "in_features": 64, "out_features": 256}
     assert sum(call["calls"] for call in work["attentions"]) == 2
     assert {call["kernel"] for call in work["attentions"]} == {"flash"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "head"),
+    [
+        ("llama", {"architectures": ["LlamaForCausalLM"]}, "lm_head"),
+        ("gemma2", {"architectures": ["Gemma2ForCausalLM"], "head_dim": 16}, None),  # it caps its logits
+        ("bert", {"architectures": ["BertForMaskedLM"]}, None),
+    ],
+)
+def test_the_head_of_a_users_model_that_te_convert_replaces(
+    kind: str, more: dict[str, Any], head: str | None, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = {"model_type": kind, "vocab_size": 128, "max_position_embeddings": 32, **sizes, **more}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 2}))
+    source = identify(str(tmp_path))
+    assert source is not None
+    problem: dict[str, Any] = {"batch": 2, "block": 16, "vocab": 128, "padded_vocab": 128, **source.settings}
+    trial = Trial(workload="survey", device="cpu", problem=problem, attention=OWN_ATTENTION, protocol="once")
+    assert survey.run(trial, Context()).work["converted_head"] == head

@@ -105,6 +105,13 @@ def test_each_way_of_torch_compile_has_its_name() -> None:
     assert named(*torchao) == ["torchao FP8, compiled", "torchao FP8, compiled per block"]
 
 
+def test_a_users_head_in_bf16_has_its_name_beside_one_in_fp8() -> None:
+    ways = [trial(parts="all", mode="cudagraph", **more, **EIGHT) for more in ({}, {"head": "chunked"})]
+    assert named(*ways) == ["te-bench FP8, FP8 head", "te-bench FP8, head in bf16"]
+    assert named(*ways, trial(parts="all", mode="cudagraph")) == [*named(*ways), "te-bench bf16"]
+    assert named(trial(**EIGHT), ways[0]) == ["te-bench FP8, eager", "te-bench FP8, CUDA graph"]
+
+
 def test_what_makes_the_work_another_is_said_of_all() -> None:
     said = ["PyTorch eager bf16, batch 12", "torch.compile bf16, batch 64"]
     assert named(trial(), trial(batch=64, mode="compile")) == said

@@ -1,6 +1,7 @@
 import dataclasses
 import shutil
 
+import pytest
 from journals import (
     attention_records,
     baseline_cell,
@@ -128,6 +129,14 @@ def test_of_what_is_not_told_apart_bf16_is_to_be_used_and_the_least_memory(tmp_p
     assert use.endswith("PyTorch eager bf16, written-out attention, with 22 % of its peak memory, on NVIDIA H200.")
     assert others.endswith(" Chosen: no FP8, so its loss is not in question; the least memory of those without FP8.")
     assert rest[-1].startswith("These times do not say whether FP8 trains like bf16. ")
+
+
+@pytest.mark.parametrize(("head", "verdict"), [(None, "INCONCLUSIVE"), ("chunked", "EQUIVALENT")])
+def test_the_verdict_on_a_users_step_is_that_of_its_head(tmp_path, head, verdict):
+    more = {"parts": "all", "mode": "cudagraph", "precision": "fp8", "recipe": "delayed_scaling_e4m3"}
+    *_, said = sentences(tmp_path, [step_record(trial(**more, **({"head": head} if head else {})), 10.0)])
+    assert "No study has judged this step. Published: " in said
+    assert f"{verdict} within 0.005" in said
 
 
 def test_two_runs_beside_more_are_too_few_to_rank_and_alike_memory_does_not_decide(tmp_path):
