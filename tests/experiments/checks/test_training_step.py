@@ -64,7 +64,11 @@ def test_true_steps_pass_on_every_seed(precision: str, recipe: str, seed: int) -
     assert "loss" in names
     assert "grad padding rows" in names
     assert len(names) >= 2 + len(list(trial_model.build(a_trial(precision)).parameters()))
-    assert all(0 <= q["error"] <= q["limit"] for q in check["quantities"])
+    for q in check["quantities"]:
+        assert 0 <= q["error"] <= q["limit"]
+        # A zeroed gradient has relative error 1, a sign flip 2, a doubled one 1, one scaled by sqrt(2) 0.41.
+        shares = q["name"].startswith("grad, ratio") or q["name"].endswith("worst row")
+        assert q["limit"] < 0.3 or shares or recipe != CURRENT, q
 
 
 def test_a_check_that_draws_random_numbers_is_the_same_whatever_ran_before() -> None:
@@ -318,20 +322,10 @@ def test_what_a_trial_allows_ends_with_its_test(turn: int) -> None:
 
 
 @pytest.mark.usefixtures("references_once")
-def test_limits_are_below_what_any_single_wrong_gradient_would_show() -> None:
-    """A zeroed gradient has relative error 1, a sign flip 2, a doubled one 1, one scaled by sqrt(2) 0.41."""
-    for precision in PRECISIONS:
-        for seed in range(3):
-            for q in checked(a_trial(precision, seed))["quantities"]:
-                shares = q["name"].startswith("grad, ratio") or q["name"].endswith("worst row")
-                assert q["limit"] < 0.3 or shares, (precision, q)
-
-
-@pytest.mark.usefixtures("references_once")
 @pytest.mark.parametrize(("precision", "factor"), [("fp32", 0.0), ("bf16", float("nan")), ("fp8", 2.0)])
 @pytest.mark.parametrize("name", ["h.0.attn.c_proj.weight", "ln_f.weight", "wte.weight"])
 def test_a_wrong_gradient_fails(precision: str, factor: float, name: str) -> None:
-    """The limits above say of other factors and precisions that they would."""
+    """The limits of true steps say of other factors and precisions that they would."""
     name = f"transformer.{name}"
 
     def mutate(step: TrainStep) -> None:
@@ -472,10 +466,10 @@ def put_in_place(monkeypatch: pytest.MonkeyPatch, recipe: str, mutation: Mutatio
 @pytest.mark.usefixtures("references_once")  # which see nothing of a mutation but its settings
 @pytest.mark.parametrize(
     ("mutation", "recipe", "seed"),
-    [(m, r, (i + j) % 3) for i, m in enumerate(FP8) for j, r in enumerate(IN_FP8) if (i + j) % 2 == 0],
+    [(m, r, (i + j) // 3 % 3) for i, m in enumerate(FP8) for j, r in enumerate(IN_FP8) if (i + j) % 3 == 0],
 )
 def test_wrong_fp8_fails(mutation: str, recipe: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A covering set: every mutation with every second recipe, each of both with every one of three seeds."""
+    """A covering set: every mutation with every third recipe, and every recipe with every third mutation, on three seeds."""
     put_in_place(monkeypatch, recipe, FP8[mutation])
     with pytest.raises(CheckFailed):
         checked(a_trial("fp8", seed, recipe))
