@@ -497,7 +497,7 @@ def test_rounding_at_a_kink_takes_many_targets(precision: str, targets: int, tol
             check(trial)
 
 
-@pytest.mark.parametrize("wrong", [0.8, 1.25, -1.0])
+@pytest.mark.parametrize("wrong", [0.8, -1.0])
 def test_a_wrong_gradient_behind_a_kink_is_caught(wrong, tmp_path, monkeypatch):
     trial = step(of_config(T5, tmp_path), precision="bf16", attention="manual")
     trial = dataclasses.replace(trial, problem={**trial.problem, "batch": 4, "block": 16})
