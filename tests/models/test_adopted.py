@@ -157,9 +157,12 @@ def test_a_converted_model_with_a_part_in_bf16_passes_and_its_record_says_so(nam
     assert (ran["gemm_fp8"], ran["head_fp8"]) == ((16, 0) if name.endswith("wgrad") else (18, 1))
 
 
-def test_a_large_model_is_described_without_its_memory() -> None:
-    made = adopted.described(of("huge"))
-    assert sum(p.numel() for p in made.module.parameters()) > 10**12
+def test_a_large_model_is_described_without_its_memory(tmp_path: Path) -> None:
+    """A ViT too, whose initial weights are drawn again where they are beyond their bounds."""
+    vit = VIT | {"hidden_size": 2**20, "intermediate_size": 2**20, "image_size": 16, "patch_size": 8}
+    for source in (of("huge"), of_config(vit, tmp_path)):
+        made = adopted.described(source)
+        assert sum(p.numel() for p in made.module.parameters()) > 10**12
     assert adopted.described(of("depends_on_numbers")).vocab == 64
 
 
