@@ -56,7 +56,7 @@ def checked(trial: Trial, mutate: Callable[[TrainStep], None] = lambda step: Non
 
 
 @pytest.mark.usefixtures("references_once")
-@pytest.mark.parametrize("seed", range(3))  # of more the limits are drawn, by benchmarks/check_margins.py
+@pytest.mark.parametrize("seed", range(2))  # of more the limits are drawn, by benchmarks/check_margins.py
 @EVERY_PRECISION
 def test_true_steps_pass_on_every_seed(precision: str, recipe: str, seed: int) -> None:
     check = checked(a_trial(precision, seed, recipe))
@@ -305,7 +305,7 @@ def recipe_switched_off(step: TrainStep) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_step_that_ran_in_bf16_is_no_fp8_step(recipe: str) -> None:
     with pytest.raises(CheckFailed, match="ratio of FP8 emulation to it"):
-        checked(a_trial("fp8", RECIPES.index(recipe) % 3, recipe), recipe_switched_off)
+        checked(a_trial("fp8", RECIPES.index(recipe) % 2, recipe), recipe_switched_off)
 
 
 def test_checking_leaves_tf32_as_the_trial_needs_it() -> None:
@@ -466,10 +466,10 @@ def put_in_place(monkeypatch: pytest.MonkeyPatch, recipe: str, mutation: Mutatio
 @pytest.mark.usefixtures("references_once")  # which see nothing of a mutation but its settings
 @pytest.mark.parametrize(
     ("mutation", "recipe", "seed"),
-    [(m, r, (i + j) // 3 % 3) for i, m in enumerate(FP8) for j, r in enumerate(IN_FP8) if (i + j) % 3 == 0],
+    [(m, r, (i + j) // 3 % 2) for i, m in enumerate(FP8) for j, r in enumerate(IN_FP8) if (i + j) % 3 == 0],
 )
 def test_wrong_fp8_fails(mutation: str, recipe: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A covering set: every mutation with every third recipe, and every recipe with every third mutation, on three seeds."""
+    """A covering set: every mutation with every third recipe, and every recipe with every third mutation, on two seeds."""
     put_in_place(monkeypatch, recipe, FP8[mutation])
     with pytest.raises(CheckFailed):
         checked(a_trial("fp8", seed, recipe))
