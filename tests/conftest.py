@@ -192,6 +192,16 @@ def drawn_once() -> Iterator[None]:
 
 
 @pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timed call is repeated a few times, where a test says nothing of how often."""
+    from te_bench.experiments import timing
+
+    few = {"BENCH_PY_BURN_IN": 1, "BENCH_PY_TIMED": 2, "QUICKSTART_WARM_UP": 1, "QUICKSTART_TIMED": 2}
+    for name, calls in (few | {"KERNEL_WARMUP": 1, "KERNEL_MIN": 2, "KERNEL_SECONDS": 0.0}).items():
+        monkeypatch.setattr(timing, name, calls)
+
+
+@pytest.fixture
 def plain_heads() -> Iterator[None]:
     """Linear cross-entropy and the tied gradient by a CPU's own formulas: the interpreter takes a second for each."""
     with pytest.MonkeyPatch.context() as patch:  # its own, which a test's undo leaves alone

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = sorted(path.parent for path in (ROOT / "results").glob("*/advise/*/journal.jsonl*"))
 
 
-@pytest.mark.usefixtures("asked_here")
+@pytest.mark.usefixtures("asked_here", "undrawn")
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_a_published_answer_is_made_from_its_records(folder, tmp_path, monkeypatch):
     pytest.importorskip("transformers")

@@ -51,8 +51,15 @@ def test_a_closed_output_is_no_fault() -> None:
     assert subprocess.run(["sh", "-c", command, sys.executable], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("words", ["list recipes", "--help", "verdict --baseline 0 --candidate 1 --margin 1e-2"])
+@pytest.mark.parametrize(  # what a command prints, what Typer prints, and what ends by another code
+    ("words", "unbuffered"),
+    [
+        ("list recipes", ""),
+        ("list recipes", "1"),
+        ("--help", ""),
+        ("verdict --baseline 0 --candidate 1 --margin 1e-2", "1"),
+    ],
+)
 def test_a_pipe_whose_reader_has_gone_ends_like_sigpipe(words: str, unbuffered: str, tmp_path: Path) -> None:
     for side in "01":
         (tmp_path / side).write_text(f"3.280{side}\n3.281{side}\n3.279{side}\n3.282{side}\n")

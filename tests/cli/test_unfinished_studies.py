@@ -46,10 +46,12 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.usefixtures("drawn_once")
-@pytest.mark.parametrize("pool", [None, 3])
-def test_nothing_that_is_said_of_an_unfinished_study_depends_on_its_gaps(command, results, tmp_path, pool) -> None:
-    """Whatever a recipe, A/A and the fault end above bf16, every byte is the same."""
+@pytest.mark.parametrize(("pool", "figures"), [(None, "undrawn"), (3, "drawn_once")])
+def test_nothing_that_is_said_of_an_unfinished_study_depends_on_its_gaps(
+    command, results, tmp_path, request, pool, figures
+) -> None:
+    """Whatever a recipe, A/A and the fault end above bf16, every byte is the same; a figure's, too, of a pool."""
+    request.getfixturevalue(figures)
     said = []
     for number, truth in enumerate((TRUTH, APART)):
         run = results / "h200" / "study"

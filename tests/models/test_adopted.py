@@ -143,6 +143,7 @@ def test_what_a_recipe_leaves_out_of_fp8_is_not_counted() -> None:
     assert found.gemms == 10
 
 
+@pytest.mark.usefixtures("brief")
 @pytest.mark.parametrize("name", ["float8_current_scaling_bf16_wgrad", "float8_current_scaling_bf16_first"])
 def test_a_converted_model_with_a_part_in_bf16_passes_and_its_record_says_so(name: str, tmp_path: Path) -> None:
     """Of two layers of seven Linears, two of the MLP's as one; a head of the recipe's or, for wgrad, in half precision."""
@@ -156,9 +157,12 @@ def test_a_converted_model_with_a_part_in_bf16_passes_and_its_record_says_so(nam
     assert (ran["gemm_fp8"], ran["head_fp8"]) == ((16, 0) if name.endswith("wgrad") else (18, 1))
 
 
-def test_a_large_model_is_described_without_its_memory() -> None:
-    made = adopted.described(of("huge"))
-    assert sum(p.numel() for p in made.module.parameters()) > 10**12
+def test_a_large_model_is_described_without_its_memory(tmp_path: Path) -> None:
+    """A ViT too, whose initial weights are drawn again where they are beyond their bounds."""
+    vit = VIT | {"hidden_size": 2**20, "intermediate_size": 2**20, "image_size": 16, "patch_size": 8}
+    for source in (of("huge"), of_config(vit, tmp_path)):
+        made = adopted.described(source)
+        assert sum(p.numel() for p in made.module.parameters()) > 10**12
     assert adopted.described(of("depends_on_numbers")).vocab == 64
 
 
@@ -315,6 +319,7 @@ def test_a_step_that_chooses_the_best_and_the_worst_passes_its_check(precision: 
     check(dataclasses.replace(trial, problem={**trial.problem, "batch": 16}))
 
 
+@pytest.mark.usefixtures("brief")
 def test_a_model_without_attention_is_measured(tmp_path: Path) -> None:
     """And asked for no attention, which transformers refuses."""
     mamba = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64, "state_size": 4}
@@ -363,6 +368,7 @@ def test_a_model_with_dropout_is_checked_without_in_its_own_mode(monkeypatch: py
         check(Trial.from_json(trial.to_json() | {"mode": "compile"}))
 
 
+@pytest.mark.usefixtures("brief")
 def test_a_bf16_step_whose_model_leaves_autocast_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     import own
 
@@ -447,6 +453,7 @@ T5 = {
     "d_ff": 64,
     "num_layers": 1,
     "num_heads": 2,
+    "vocab_size": 64,
     "decoder_start_token_id": 0,
 }
 VIT = {
@@ -493,7 +500,7 @@ def test_rounding_at_a_kink_takes_many_targets(precision: str, targets: int, tol
             check(trial)
 
 
-@pytest.mark.parametrize("wrong", [0.8, 1.25, -1.0])
+@pytest.mark.parametrize("wrong", [0.8, -1.0])
 def test_a_wrong_gradient_behind_a_kink_is_caught(wrong, tmp_path, monkeypatch):
     trial = step(of_config(T5, tmp_path), precision="bf16", attention="manual")
     trial = dataclasses.replace(trial, problem={**trial.problem, "batch": 4, "block": 16})
@@ -514,7 +521,7 @@ def test_a_wrong_gradient_behind_a_kink_is_caught(wrong, tmp_path, monkeypatch):
     ("config", "shape", "text"),
     [
         (BERT | {"vocab_size": 64, "architectures": ["BertForMaskedLM"]}, (2, 8), True),
-        (T5 | {"vocab_size": 64}, (2, 8), True),
+        (T5, (2, 8), True),
         (VIT | {"image_size": 16, "patch_size": 8, "num_labels": 4}, (2, 3, 16, 16), False),
         (WHISPER | {"vocab_size": 64, "architectures": ["WhisperForConditionalGeneration"]}, (2, 8, 32), False),
     ],
@@ -530,7 +537,7 @@ def test_families_are_fed_what_they_read(config, shape, text, tmp_path):
 
 
 def test_a_t5_whose_decoder_has_no_first_token_is_refused(tmp_path: Path) -> None:
-    config = {name: value for name, value in T5.items() if name != "decoder_start_token_id"} | {"vocab_size": 64}
+    config = {name: value for name, value in T5.items() if name != "decoder_start_token_id"}
     with pytest.raises(ValueError, match=r"its config has no decoder_start_token_id, the token .* write it into"):
         adopted.make(of_config(config, tmp_path), attention="own", device="cpu")
 

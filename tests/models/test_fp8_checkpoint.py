@@ -171,10 +171,10 @@ def test_torchs_own_checkpoint_goes_through_calibration(reentrant: bool) -> None
     ("form", "name", "backend"),
     [
         ("nested", "delayed", "aot_eager"),
-        ("parts", "current", "aot_eager"),
         *(
             pytest.param(form, name, backend, marks=pytest.mark.slow)
             for form, name, backend in (
+                ("parts", "current", "aot_eager"),
                 ("whole", "none", "aot_eager"),
                 ("whole", "delayed", "aot_eager_decomp_partition"),
             )

@@ -73,7 +73,7 @@ def test_thirty_steps_are_the_plain_ones_bit_for_bit(precision: str) -> None:
 
 
 #: As many passes with micro-batches as without.
-STEPS = {1: 30, 4: 8}
+STEPS = {1: 15, 4: 8}
 
 
 @functools.cache
@@ -105,7 +105,7 @@ def test_the_losses_are_the_plain_ones_within_its_own_spread(precision, recipe, 
         spread = plain_and_spread("fp8", recipe, accumulate)[1]
     optim = dataclasses.replace(OPTIM, accumulate=accumulate)
     ours = losses(a_step(precision, recipe=recipe, head=head, optim=optim), STEPS[accumulate])
-    assert ours[0] - ours[-1] > STEPS[accumulate] / 160  # 0.46 in 30 steps, 0.08 in 8
+    assert ours[0] - ours[-1] > STEPS[accumulate] / 160  # 0.23 in 15 steps, 0.08 in 8
     assert furthest(ours, plain) <= (5 if head == "fp8" else 3) * spread
 
 

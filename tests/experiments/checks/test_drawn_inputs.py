@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from te_bench.experiments import timing
 from te_bench.experiments.checks import seeds
 from te_bench.experiments.measurement import CheckFailed, Context
 from te_bench.experiments.spec import Trial
@@ -24,11 +23,7 @@ CASES: dict[Any, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "KERNEL_SECONDS", 0.0)
-    monkeypatch.setattr(timing, "QUICKSTART_WARM_UP", 1)
-    monkeypatch.setattr(timing, "QUICKSTART_TIMED", 2)
+pytestmark = pytest.mark.usefixtures("brief")
 
 
 def run(workload: Any) -> Any:

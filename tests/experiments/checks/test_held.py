@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from te_bench.experiments import timing, trial_model
+from te_bench.experiments import trial_model
 from te_bench.experiments.checks import held
 from te_bench.experiments.instruments import memory
 from te_bench.experiments.measurement import CheckFailed, Context
@@ -31,11 +31,8 @@ def a_trial(workload: Any, device: str = "cpu", mode: str = "eager", **problem: 
 
 
 @pytest.fixture
-def half(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Timings are brief, and every peak is half of what it is."""
-    monkeypatch.setattr(timing, "KERNEL_SECONDS", 0.0)
-    monkeypatch.setattr(timing, "QUICKSTART_WARM_UP", 1)
-    monkeypatch.setattr(timing, "QUICKSTART_TIMED", 2)
+def half(brief: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every peak is half of what it is."""
     right = memory.peak
     monkeypatch.setattr(memory, "peak", lambda *of: {name: [x / 2 for x in xs] for name, xs in right(*of).items()})
 

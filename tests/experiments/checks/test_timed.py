@@ -19,10 +19,7 @@ def scaled(protocol: Protocol, factor: float) -> Protocol:
     return lambda call, device: [factor * x for x in protocol(call, device)]
 
 
-@pytest.fixture(autouse=True)
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "KERNEL_SECONDS", 0.0)
-    monkeypatch.setattr(timing, "KERNEL_MIN", 2)
+pytestmark = pytest.mark.usefixtures("brief")
 
 
 @pytest.mark.parametrize("protocol", [timing.kernel, timing.bench_py, timing.quickstart])

@@ -57,7 +57,7 @@ def checked(trial: Trial, mutate: Callable[[TrainStep], None] = lambda step: Non
 
 
 @pytest.mark.usefixtures("references_once")
-@pytest.mark.parametrize("seed", range(3))  # of more the limits are drawn, by benchmarks/check_margins.py
+@pytest.mark.parametrize("seed", range(2))  # of more the limits are drawn, by benchmarks/check_margins.py
 @EVERY_PRECISION
 def test_true_steps_pass_on_every_seed(precision: str, recipe: str, seed: int) -> None:
     check = checked(a_trial(precision, seed, recipe))
@@ -65,7 +65,11 @@ def test_true_steps_pass_on_every_seed(precision: str, recipe: str, seed: int) -
     assert "loss" in names
     assert "grad padding rows" in names
     assert len(names) >= 2 + len(list(trial_model.build(a_trial(precision)).parameters()))
-    assert all(0 <= q["error"] <= q["limit"] for q in check["quantities"])
+    for q in check["quantities"]:
+        assert 0 <= q["error"] <= q["limit"]
+        # A zeroed gradient has relative error 1, a sign flip 2, a doubled one 1, one scaled by sqrt(2) 0.41.
+        shares = q["name"].startswith("grad, ratio") or q["name"].endswith("worst row")
+        assert q["limit"] < 0.3 or shares or recipe != CURRENT, q
 
 
 def test_a_check_that_draws_random_numbers_is_the_same_whatever_ran_before() -> None:
@@ -331,7 +335,7 @@ def recipe_switched_off(step: TrainStep) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_step_that_ran_in_bf16_is_no_fp8_step(recipe: str) -> None:
     with pytest.raises(CheckFailed, match="ratio of FP8 emulation to it"):
-        checked(a_trial("fp8", RECIPES.index(recipe) % 3, recipe), recipe_switched_off)
+        checked(a_trial("fp8", RECIPES.index(recipe) % 2, recipe), recipe_switched_off)
 
 
 def test_checking_leaves_tf32_as_the_trial_needs_it() -> None:
@@ -348,20 +352,10 @@ def test_what_a_trial_allows_ends_with_its_test(turn: int) -> None:
 
 
 @pytest.mark.usefixtures("references_once")
-def test_limits_are_below_what_any_single_wrong_gradient_would_show() -> None:
-    """A zeroed gradient has relative error 1, a sign flip 2, a doubled one 1, one scaled by sqrt(2) 0.41."""
-    for precision in PRECISIONS:
-        for seed in range(3):
-            for q in checked(a_trial(precision, seed))["quantities"]:
-                shares = q["name"].startswith("grad, ratio") or q["name"].endswith("worst row")
-                assert q["limit"] < 0.3 or shares, (precision, q)
-
-
-@pytest.mark.usefixtures("references_once")
 @pytest.mark.parametrize(("precision", "factor"), [("fp32", 0.0), ("bf16", float("nan")), ("fp8", 2.0)])
 @pytest.mark.parametrize("name", ["h.0.attn.c_proj.weight", "ln_f.weight", "wte.weight"])
 def test_a_wrong_gradient_fails(precision: str, factor: float, name: str) -> None:
-    """The limits above say of other factors and precisions that they would."""
+    """The limits of true steps say of other factors and precisions that they would."""
     name = f"transformer.{name}"
 
     def mutate(step: TrainStep) -> None:
@@ -502,10 +496,10 @@ def put_in_place(monkeypatch: pytest.MonkeyPatch, recipe: str, mutation: Mutatio
 @pytest.mark.usefixtures("references_once")  # which see nothing of a mutation but its settings
 @pytest.mark.parametrize(
     ("mutation", "recipe", "seed"),
-    [(m, r, (i + j) % 3) for i, m in enumerate(FP8) for j, r in enumerate(IN_FP8) if (i + j) % 2 == 0],
+    [(m, r, (i + j) // 3 % 2) for i, m in enumerate(FP8) for j, r in enumerate(IN_FP8) if (i + j) % 3 == 0],
 )
 def test_wrong_fp8_fails(mutation: str, recipe: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A covering set: every mutation with every second recipe, each of both with every one of three seeds."""
+    """A covering set: every mutation with every third recipe, and every recipe with every third mutation, on two seeds."""
     put_in_place(monkeypatch, recipe, FP8[mutation])
     with pytest.raises(CheckFailed):
         checked(a_trial("fp8", seed, recipe))

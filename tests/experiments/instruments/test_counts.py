@@ -25,7 +25,7 @@ NONE = {"graph_breaks": 0, "recompiles": 0}
 
 
 @pytest.fixture
-def dynamo(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def dynamo(brief: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """torch.compile as Dynamo alone: its graphs run as they were traced, which no count depends on."""
     compiled = functools.partial(torch.compile, backend="eager")
     monkeypatch.setattr(torch, "compile", compiled)
@@ -121,8 +121,7 @@ def test_a_break_in_the_model_is_in_the_record(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("dynamo")
-def test_the_other_workloads_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention.timing, "KERNEL_SECONDS", 0.0)
+def test_the_other_workloads_count_too() -> None:
     shape = {"batch": 2, "heads": 2, "length": 16, "head_dim": 8, "causal": True}
     call = dataclasses.replace(COMPILED, workload="attention", problem=shape)
     assert counted(attention.run(call, Context()).work) == NONE
@@ -224,10 +223,10 @@ def test_the_record_s_work_has_the_launches_beside_what_it_had() -> None:
     assert caught.value.measurement.samples == {}
 
 
+@pytest.mark.usefixtures("brief")
 def test_every_workload_s_record_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     right = profiling.kernels_seen
     monkeypatch.setattr(profiling, "kernels_seen", lambda *call: dataclasses.replace(right(*call), launches=7))
-    monkeypatch.setattr(attention.timing, "KERNEL_SECONDS", 0.0)
     shape = {"batch": 2, "heads": 2, "length": 16, "head_dim": 8, "causal": True}
     sizes = {"layer": "te_layer", "variant": "fair", "hidden": 64, "ffn": 128, "heads": 4, "sequence": 16, "batch": 2}
     runs: list[tuple[Any, dict[str, Any]]] = [

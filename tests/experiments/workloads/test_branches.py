@@ -155,8 +155,11 @@ def test_bf16_that_ends_in_bf16_ends_where_it_would_have_ended(arm: Any, context
 
 
 @pytest.mark.usefixtures("plain_heads")
-@pytest.mark.parametrize("problem", [{}, FUSED, {**FUSED, "head": "fp8"}], ids=["modules", "fused", "fused, FP8 head"])
-@pytest.mark.parametrize("recipe", ["delayed_scaling", "float8_current_scaling"])
+@pytest.mark.parametrize(  # either way of computing, and scales that are kept or not
+    ("problem", "recipe"),
+    [({}, "delayed_scaling"), (FUSED, "float8_current_scaling"), ({**FUSED, "head": "fp8"}, "delayed_scaling")],
+    ids=["modules", "fused", "fused, FP8 head"],
+)
 def test_fp8_that_ends_in_bf16_leaves_its_own_way_there(arm, context, problem, recipe, tmp_path):
     whole = training.run(arm("recipe", recipe, branch_at=None, **problem), context).samples
     saves = dataclasses.replace(context, checkpoints=tmp_path)

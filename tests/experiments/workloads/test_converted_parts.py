@@ -10,7 +10,6 @@ import torch
 
 pytest.importorskip("transformers")
 
-from te_bench.experiments import timing
 from te_bench.experiments.measurement import CheckFailed, Context, Unsupported
 from te_bench.experiments.spec import OWN_ATTENTION, Trial
 from te_bench.experiments.workloads import train_step, training
@@ -28,9 +27,7 @@ LLAMA = {
 
 
 @pytest.fixture
-def problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setattr(timing, "BENCH_PY_BURN_IN", 0)
-    monkeypatch.setattr(timing, "BENCH_PY_TIMED", 1)
+def problem(tmp_path: Path, brief: None) -> dict[str, Any]:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     source = identify(str(tmp_path))
     settings: dict[str, Any] = {"batch": 2, "block": 32, "vocab": 128, "padded_vocab": 128, "data": "random"}

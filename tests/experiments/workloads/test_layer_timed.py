@@ -11,7 +11,7 @@ from planting import only_timed
 from torch import Tensor, nn
 
 import te_bench.models as te
-from te_bench.experiments import suite_trials, timing
+from te_bench.experiments import suite_trials
 from te_bench.experiments.instruments import energy, profiling
 from te_bench.experiments.measurement import CheckFailed, Context, Unsupported
 from te_bench.experiments.spec import Trial
@@ -43,9 +43,7 @@ def check(trial: Trial) -> dict[str, Any]:
 
 
 @pytest.fixture
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "QUICKSTART_WARM_UP", 1)
-    monkeypatch.setattr(timing, "QUICKSTART_TIMED", 2)
+def brief(brief: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(energy, "WINDOW_S", 1.0)
 
 

@@ -38,6 +38,7 @@ def test_every_step_is_kept_and_the_check_comes_with_them() -> None:
     assert any("flash" in name for name in found.kernels)
 
 
+@pytest.mark.usefixtures("brief")
 def test_micro_batches_are_of_one_step() -> None:
     whole, cut = train_step.run(changed(batch=4), UNCHECKED), train_step.run(changed(accumulate=2), Context())
     assert cut.work["tokens"] == whole.work["tokens"]
@@ -45,6 +46,7 @@ def test_micro_batches_are_of_one_step() -> None:
     assert cut.check["quantities"]
 
 
+@pytest.mark.usefixtures("brief")
 def test_a_later_round_of_a_gate_is_not_checked_again_and_trains_the_same() -> None:
     checked, not_again = train_step.run(TRIAL, Context()), train_step.run(TRIAL, UNCHECKED)
     assert not_again.check == {"skipped": "checked in the first round"}
@@ -61,12 +63,14 @@ def test_a_fast_step_is_timed_and_its_losses_are_the_plain_ones() -> None:
     assert fast != plain  # so the settings were heeded
 
 
+@pytest.mark.usefixtures("brief")
 def test_the_seed_decides_the_weights_and_the_tokens() -> None:
     trials = (dataclasses.replace(TRIAL, seed=seed) for seed in (0, 0, 1))
     losses = [train_step.run(trial, UNCHECKED).samples["loss"][0] for trial in trials]
     assert losses[0] == losses[1] != losses[2]
 
 
+@pytest.mark.usefixtures("brief")
 def test_a_loss_that_is_not_finite_is_diverged_and_has_no_timings() -> None:
     with pytest.raises(Diverged, match="the loss is not finite") as caught:
         train_step.run(changed(learning_rate=1e30, min_learning_rate=1e30), Context())
@@ -74,6 +78,7 @@ def test_a_loss_that_is_not_finite_is_diverged_and_has_no_timings() -> None:
     assert caught.value.measurement.check["quantities"]
 
 
+@pytest.mark.usefixtures("brief")
 def test_a_configuration_that_ran_another_kernel_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8_attention, "load", lambda name: attention.load("math" if name == "flash" else name))
     with pytest.raises(CheckFailed, match="asked for flash, but") as caught:

@@ -92,7 +92,7 @@ def test_packing_keeps_extremes(name: str) -> None:
     if name == "e2m1":
         scales = torch.arange(0x7F, dtype=torch.uint8).view(E4M3).float()
         x = (scales[:, None, None] * GRID[:, None] * torch.ones(16)).reshape(-1, 16)
-        drawn = torch.randint(16, (50, 16), generator=torch.Generator().manual_seed(0))
+        drawn = torch.randint(16, (4, 16), generator=torch.Generator().manual_seed(0))
         x = torch.cat([x, (scales[:, None, None] * GRID[drawn]).reshape(-1, 16)])
     else:
         x = torch.zeros(4, 32)
@@ -138,7 +138,7 @@ def multiply(a: Operand, b: Operand, a_dtype: torch.dtype, dtype: torch.dtype, b
 
 
 def held_to_the_emulation(name: str, device: str) -> None:
-    for shape in ((130, 70, 200), (257, 300, 530)):
+    for shape in ((130, 70, 200), (257, 140, 400)):
         a, b, a_dtype = operands(shape, name, device)
         bias = torch.randn(shape[1], device=device)
         for dtype, added in ((torch.float32, None), (torch.bfloat16, bias), (torch.float16, bias.bfloat16())):
