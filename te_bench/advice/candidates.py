@@ -24,7 +24,7 @@ CURRENT = "float8_current_scaling"
 #: Recipes in the order of measurement; the budget may not hold all.
 RECIPES = (DELAYED, CURRENT, "rowwise_scaling", "float8_block_scaling")
 #: {recipe: why DELAYED is measured in its place}; answers that measured it before are still read.
-REPLACED = {"delayed_scaling": f"its gradients in E5M2 end further above bf16 than those of {DELAYED}"}
+REPLACED = {"delayed_scaling": f"no study shows that its gradients in E5M2 train like bf16; one shows it of {DELAYED}"}
 OURS = ("gluon", "triton")  # te-bench's attention kernels
 #: On a GPU every attention that trains, the most promising first; on a CPU those that it has kernels for.
 ATTENTIONS = {"cuda": ("cudnn", "flash", "gluon", "triton"), "cpu": ("flash", "manual")}

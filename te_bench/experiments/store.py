@@ -247,6 +247,7 @@ def _add(journal: Journal, raw: bytes) -> None:
     if line.kind == "environment":
         journal.environments[body["id"]] = body
         gpus = frozenset(gpu["uuid"] for gpu in body.get("details", {}).get("gpus", ()) if gpu.get("uuid"))
+        gpus = gpus.union(*(journal.hosts[gpu] for gpu in gpus if gpu in journal.hosts))
         journal.hosts |= dict.fromkeys(gpus, gpus)
     elif line.kind == "plan":
         journal.plans.append(Plan.from_json(body))

@@ -41,6 +41,8 @@ def adopt(
         fp8.check_recipe(recipe)
     if filter is not None and recipe is None and parts is None:
         raise ValueError("filter is only for what is converted: give a recipe or parts, too")
+    if filter is not None and not callable(filter):
+        raise ValueError(f"filter {filter!r} is no function: give one of a layer's name and the layer")
     if loss is not None and not callable(loss):
         raise ValueError(f"loss {loss!r} is no function: give one of the module's output and the targets")
     judge = None if loss is None else judged(getattr(loss, "__name__", "loss"), loss)
@@ -59,4 +61,7 @@ def adopt(
         sequence=None,
         text=False,
     )
-    return Adopted(made, recipe=recipe, parts=parts, filter=filter)
+    model = Adopted(made, recipe=recipe, parts=parts, filter=filter)
+    if filter is not None and recipe is not None and not model.converted:
+        raise ValueError("filter leaves no layer for the recipe: it is to say True of what may be in FP8")
+    return model

@@ -35,7 +35,7 @@ def buffers_kept(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _put_back(changed: Iterable[torch.Tensor]) -> Iterator[None]:
-    kept = [tensor for tensor in changed if not tensor.is_meta and not _expanded(tensor)]
+    kept = [tensor for tensor in changed if not tensor.is_meta and not expanded(tensor)]
     saved = [tensor.clone() for tensor in kept]
     try:
         yield
@@ -45,7 +45,7 @@ def _put_back(changed: Iterable[torch.Tensor]) -> Iterator[None]:
                 tensor.copy_(value)
 
 
-def _expanded(tensor: torch.Tensor) -> bool:
+def expanded(tensor: torch.Tensor) -> bool:
     """Return whether several elements share memory: no pass can write to such a tensor."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 

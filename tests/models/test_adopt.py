@@ -54,6 +54,10 @@ def test_a_filter_leaves_the_head_out_of_fp8() -> None:
     assert without.fp8_heads == []
     with pytest.raises(ValueError, match="filter is only for"):
         adopt(llama(), filter=lambda name, module: False)
+    with pytest.raises(ValueError, match="'lm_head' is no function"):
+        adopted_with(filter="lm_head")
+    with pytest.raises(ValueError, match="leaves no layer"):
+        adopted_with(filter=lambda name, module: name == "lm_haed")
 
 
 @pytest.mark.parametrize("make", [Language, llama])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from te_bench.training.parallel import SINGLE
 from te_bench.training.step import TrainStep
-from te_bench.training.undisturbed import undisturbed
+from te_bench.training.undisturbed import expanded, undisturbed
 
 SHARE = 0.5  # of the value, at most; it keeps its sign, for a model may take its root
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -28,7 +28,7 @@ def move(model: nn.Module, seed: int, leave: Container[str] = ()) -> dict[nn.Par
     """
     begun = {}
     for name, parameter in model.named_parameters():
-        if name in leave or (begins := _alike(parameter)) is None:
+        if name in leave or expanded(parameter) or (begins := _alike(parameter)) is None:
             continue
         generator = torch.Generator().manual_seed(seed << 32 | zlib.crc32(name.encode()))  # alike on all devices
         drawn = (2 * torch.rand(parameter.shape, generator=generator) - 1).to(parameter.device)

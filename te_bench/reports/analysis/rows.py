@@ -307,7 +307,7 @@ def _rows(run: str, plans: Sequence[Plan], journal: Journal) -> list[Row]:
 
 def _host(journal: Journal, record: Record | None) -> frozenset[str]:
     gpu = record.device_state.get("uuid") if record else None
-    return journal.hosts.get(str(gpu), frozenset())
+    return journal.hosts.get(gpu, frozenset([gpu])) if gpu else frozenset()
 
 
 def trial_of(value: Mapping[str, Any]) -> Trial:

@@ -542,11 +542,18 @@ def test_hosts_without_names_are_told_apart_by_their_gpus(tmp_path: Path) -> Non
     path = run / "journal.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     [machine] = [json.loads(line)["body"] for line in lines if b'"kind":"environment"' in line]
-    for gpus in (["GPU-a", "GPU-b"], ["GPU-c"]):  # two machines of one kind
-        seen = {**machine["details"], "gpus": [{"uuid": gpu} for gpu in gpus]}
-        lines.append(encode("environment", {**machine, "details": seen}))
-    path.write_bytes(b"".join(lines))
-    assert judge_study(study_at(run)).recipes[0].speedup.within_hosts == "2 of 5 pairs share a host"
+
+    def shared(*hosts: list[str]) -> str | None:
+        seen = [{**machine["details"], "gpus": [{"uuid": gpu} for gpu in gpus]} for gpus in hosts]
+        more = [encode("environment", {**machine, "details": details}) for details in seen]
+        path.write_bytes(b"".join([*lines, *more]))
+        return judge_study(study_at(run)).recipes[0].speedup.within_hosts
+
+    apart = "2 of 5 pairs share a host"
+    assert shared() == apart  # no line names their hosts
+    assert shared(["GPU-a", "GPU-b"], ["GPU-c"]) == apart  # two machines of one kind
+    for sessions in ([["GPU-a", "GPU-c"], ["GPU-c"]], [["GPU-c"], ["GPU-a", "GPU-c"]]):
+        assert shared(*sessions) is None
 
 
 @pytest.mark.usefixtures("undrawn")
