@@ -7,14 +7,14 @@ from typing import Any
 
 from te_bench import plugins
 from te_bench.experiments import run_options, suite_trials
-from te_bench.experiments.adoption import ALL, PER_BLOCK, Adoptee, adoptee, without_rivals
+from te_bench.experiments.adoption import ALL, CHUNKED, PER_BLOCK, Adoptee, adoptee, without_rivals
 from te_bench.experiments.problems import Settings
 from te_bench.experiments.spec import NO_ATTENTION, OWN_ATTENTION, Options, Trial
 from te_bench.models import rivals
 from te_bench.models.configs import configs
 from te_bench.reports.analysis import naming
 
-CHUNKED, FP8_HEAD = "chunked", "fp8"
+FP8_HEAD = "fp8"
 OPTIMIZER = "triton"  # of te-bench's own steps
 WHOLE = ("compile", "compile-reduce-overhead")  # modes that compile a whole model
 COMPILED = (PER_BLOCK, *WHOLE)

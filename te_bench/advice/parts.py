@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from te_bench.advice.candidates import CHUNKED, COMPILED, FP8_HEAD, Choice, Question, alone, rank
+from te_bench.advice.candidates import COMPILED, FP8_HEAD, Choice, Question, alone, rank
+from te_bench.experiments.adoption import CHUNKED
 from te_bench.experiments.spec import OWN_ATTENTION, Record, Trial
 from te_bench.experiments.suite_trials import MULTIPLE
 from te_bench.reports.analysis import layers

@@ -21,6 +21,7 @@ MANUAL = "manual"
 OURS = {"head": "heads", "blocks": "fused blocks"}
 LADDERS = ("speed", "nanogpt")  # suites that ask for the fastest step
 ALL = "all"  # parts of te.convert
+CHUNKED = "chunked"  # the head in bf16, also of a user's model whose parts are in FP8
 PER_BLOCK = "compile-blocks"  # torch.compile's users compile a model so, and torchao's
 CONVERTED = ("bf16", "fp8")  # precisions that the parts support
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_bench.experiments.adoption import CHUNKED
 from te_bench.experiments.measurement import CheckFailed, Unsupported, require
 from te_bench.experiments.problems import StepProblem, source_of
 from te_bench.experiments.spec import Trial
@@ -24,7 +25,6 @@ from te_bench.training.parallel import Parallel
 from te_bench.training.step import Optim, TrainStep
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-CHUNKED = "chunked"  # the head in bf16 of a user's model whose parts are in FP8
 LOOKED_AT = 64  # elements of each parameter that are checked for a perturbation
 
 
