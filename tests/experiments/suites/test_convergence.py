@@ -22,6 +22,7 @@ from te_bench.reports.convergence.skewed import mean_of
 
 EMULATED = ("mxfp8_block_scaling", "nvfp4_block_scaling", "nvfp4_block_scaling_bf16_end")
 RECIPES = ["delayed_scaling", "float8_block_scaling", "float8_current_scaling", "rowwise_scaling"]
+E4M3 = {"delayed_scaling": "delayed_scaling_e4m3"}
 #: What may differ between the arms of one seed, and nothing else.
 ARM = ("arm", "perturb_ulp", "fault")
 
@@ -40,6 +41,7 @@ def test_the_arms_of_a_seed_differ_in_their_arm_alone(device: str, preset: str) 
     experiment = resolve(device=device, preset=preset)
     first = experiment.trials[0]
     two_heads = preset in presets.FUSED
+    usual = [E4M3.get(name, name) for name in RECIPES] if preset == "gpt2-short" else RECIPES
     more = (suite_trials.FP8_ATTENTION, "delayed_scaling_e4m3") if two_heads else ()
     alike = [t for t in experiment.trials if t.problem.get("head") == first.problem.get("head")]
     assert all(shared(t) == shared(first) for t in alike)
@@ -55,7 +57,7 @@ def test_the_arms_of_a_seed_differ_in_their_arm_alone(device: str, preset: str) 
         assert found == {
             ("bf16", None, "control", None, None),
             ("bf16", None, "aa", 1, None),
-            *(("fp8", name, "recipe", None, None) for name in (*RECIPES, *more)),
+            *(("fp8", name, "recipe", None, None) for name in (*usual, *more)),
             *[("fp8", convergence.FAULTY, "broken", None, convergence.FAULT)]
             * (seed < int(str(experiment.judgement["fault_runs"]))),
         }
@@ -150,6 +152,13 @@ def test_of_a_user_s_model_the_steps_with_te_bench_s_kernels_are_arms(llama: str
     assert len(plain.trials) + 2 == len(fused.trials)
     with pytest.raises(ValueError, match=r"--branch-at 9 with --fused: .*; leave --fused out$"):
         resolve(**own, fused=True, branch_at=9)
+
+
+@pytest.mark.parametrize("preset", [None, "cpu", "char", "gpt2-short"])
+def test_by_default_a_user_s_model_is_judged_by_delayed_scaling_with_gradients_in_e4m3(llama: str, preset: str) -> None:
+    trials = resolve(model=llama, preset=preset, seeds=1).trials
+    judged = sorted(str(t.recipe) for t in trials if t.problem["arm"] == "recipe")
+    assert judged == sorted(E4M3.get(name, name) for name in RECIPES)
 
 
 @pytest.mark.usefixtures("asked_here")
