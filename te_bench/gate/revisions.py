@@ -275,7 +275,6 @@ def _choose_next(gate: Gate, planned: PairedPlan, cells: Sequence[str]) -> list[
 
 
 def _cells_of(names: Iterable[str], gate: Gate, cells: Iterable[str]) -> list[str]:
-    """Return the cells that the judgements of these names belong to."""
     chosen = {name.removesuffix(suffix) for name in names for suffix in TIMED.values()}
     return [cell for cell in cells if gate.names.get(cell) in chosen]
 

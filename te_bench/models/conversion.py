@@ -254,7 +254,6 @@ def _find_owners(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _find_te_layers(model: nn.Module) -> Iterator[TeLayer]:
-    """Yield the layers that are te's already."""
     counted: set[int] = set()
     for name, layer in model.named_modules():
         if isinstance(layer, Fp8Module):

@@ -176,7 +176,6 @@ def _update_tile(
     FROM_GRAD: tl.constexpr, HALF: tl.constexpr, TARGET: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Update ROWS rows, beginning at `down`, of one tile of TILE rows."""
     top, left, width, rest = _place(row, tile, down, ALIGNED, TILE, COLUMNS)
     first = top.to(tl.int64) * width + left
     offsets, mask = _elements(tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :], left, width, rest)

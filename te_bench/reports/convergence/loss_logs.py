@@ -53,8 +53,6 @@ class _Found:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Log:
-    """What one run logged."""
-
     name: str
     place: Path
     series: Series
