@@ -77,7 +77,9 @@ def run(question: Question, directory: Path, machine: dict[str, Any], *, say: Ca
             _begin(directory, stores, known)
             if all(store.journal.records for store in stores):
                 return _judge_stored(question, directory, commits, known, str(error))
-            gate = _gate_of_unrunnable(question, commits, str(error))
+            base, head = _names(question, commits)
+            margin, alpha, findings = question.margin, question.alpha, (_failed(question, str(error)),)
+            gate = Gate(baseline=base, candidate=head, margin=margin, alpha=alpha, findings=findings)
     _write(directory / ANSWER, output.to_json(gate))
     return gate
 
@@ -182,12 +184,6 @@ def _note_budget(gate: Gate, planned: PairedPlan, spent_s: float, part_s: float)
     how = f"the {FEWEST} pairs of each trial that any verdict needs" if few else "a decision in 80 % of cases"
     whole = duration(spent_s + more_s)
     return [f"{how} would take about {whole} in all: --budget {whole.replace(' ', '')}"]
-
-
-def _gate_of_unrunnable(question: Question, commits: tuple[str, ...], why: str) -> Gate:
-    base, head = _names(question, commits)
-    margin, alpha = question.margin, question.alpha
-    return Gate(baseline=base, candidate=head, margin=margin, alpha=alpha, findings=(_failed(question, why),))
 
 
 def _judge_stored(
