@@ -305,7 +305,6 @@ def _kind(layer: nn.Module) -> str | None:
 
 
 def _reason_to_keep(layer: nn.Module, kind: str, name: str, owners: dict[int, list[str]], pad: bool) -> str | None:
-    """Return why a layer must stay, or None."""
     cls = type(layer)
     if parametrize.is_parametrized(layer):
         return "its weight is parametrised (torch.nn.utils.parametrize)"

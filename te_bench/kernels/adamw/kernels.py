@@ -36,7 +36,6 @@ assert COLUMNS == BLOCK, "a block of FP8 moments is a row of a tile"
 
 @triton.jit
 def _address(row, FIELD: tl.constexpr, first, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return the address of element `first` of a tensor in the table."""
     pointer = tl.load(row + FIELD).to(tl.pointer_type(dtype))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
