@@ -1,9 +1,9 @@
 """The journal: an append-only JSONL file, one checksummed and fsynced line per event, safe against a kill at any byte.
 
-There are four kinds of line: "environment" (machine and code), "plan" (the trials of a suite), "record" (how one trial
-ended) and "broken_off" (why a study was given up). A line is `{"crc32":"0123abcd","kind":...,"body":...}`: valid JSON, with
-a checksum of everything after it. A record's line has its done-key and schema before its body, so that a journal can be
-indexed without parsing every sample.
+There are five kinds of line: "environment" (machine and code), "plan" (the trials of a suite), "record" (how one trial
+ended), "broken_off" (why a study was given up) and "merged" (the environments of merged runs). A line is
+`{"crc32":"0123abcd","kind":...,"body":...}`: valid JSON, with a checksum of everything after it. A record's line has its
+done-key and schema before its body, so that a journal can be indexed without parsing every sample.
 """
 
 import codecs
@@ -106,6 +106,7 @@ class Journal:
     hosts: dict[str, frozenset[str]] = field(default_factory=dict)  # {GPU: it and those seen beside it on its host}
     plans: list[Plan] = field(default_factory=list)
     records: Records = field(default_factory=Records)
+    merged: set[str] = field(default_factory=set)  # environments of merged runs, of which none continues another
     size: int = 0  # bytes of whole, intact lines
     torn: int = 0  # bytes after them, of a line that a kill or a full disk cut short
     broken_off: str | None = None  # why its study was given up: it has no verdict, and its losses may be seen
@@ -253,6 +254,8 @@ def _add(journal: Journal, raw: bytes) -> None:
         journal.plans.append(Plan.from_json(body))
     elif line.kind == "broken_off":
         journal.broken_off = body["why"]
+    elif line.kind == "merged":
+        journal.merged.update(body["environments"])
 
 
 def encode(kind: str, body: Mapping[str, Any]) -> bytes:
@@ -326,6 +329,9 @@ class Store:
     def copy(self, copied: Iterable[Line]) -> None:
         """Append lines of other journals unchanged, all of them or none."""
         self._write([line.raw for line in copied])
+
+    def add_merged(self, environments: Iterable[str]) -> None:
+        self._append("merged", {"environments": sorted(environments)})
 
     def _append(self, kind: str, body: Mapping[str, Any]) -> None:
         self._write([encode(kind, body)[:-1]])

@@ -261,7 +261,8 @@ def shape_label(problem: Mapping[str, Any]) -> str:
 def _planned(journal: Journal) -> dict[tuple[str, str], list[Plan]]:
     """Return {(suite, environment): its plans, oldest first}: suites as first planned, the newest environment first.
 
-    Of older environments, trials without a record are left out, because a rerun measures them in the newest environment.
+    Of older environments, trials without a record are left out, because a rerun measures them in the newest environment;
+    but not if a merge took them from runs of their own.
     """
     by_suite: dict[str, dict[str, list[Plan]]] = {}
     for plan in journal.plans:
@@ -272,7 +273,9 @@ def _planned(journal: Journal) -> dict[tuple[str, str], list[Plan]]:
         newest, *older = reversed(environments)
         found[suite, newest] = environments[newest]
         for environment in older:
-            plans = [_measured(plan, journal) for plan in environments[environment]]
+            plans = environments[environment]
+            if environment not in journal.merged:
+                plans = [_measured(plan, journal) for plan in plans]
             if any(plan.trials for plan in plans):
                 found[suite, environment] = plans
     return found
