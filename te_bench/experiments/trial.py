@@ -98,7 +98,7 @@ def _removed_torn_library(error: Exception) -> bool:
 
 def classify(error: Exception) -> tuple[str, str]:
     """Return (outcome, reason) of an exception; the reason is one line that a user can act on."""
-    text = " ".join(str(error).split())[:500]
+    text = " ".join(str(error).split())[:500].encode(errors="replace").decode()  # a file's name may have surrogates
     if isinstance(error, NoResult):
         return error.outcome, text
     if isinstance(error, Indivisible):

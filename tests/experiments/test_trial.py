@@ -38,6 +38,11 @@ KEPT = Measurement(check={"reference": "r"}, work={"tokens": 1}, samples={"loss"
         (RuntimeError("CUDA error: an illegal access"), "crashed", "RuntimeError: CUDA error: an illegal access"),
         (ValueError("two\n lines"), "crashed", "ValueError: two lines"),
         (ValueError("x" * 9000), "crashed", "ValueError: xxx"),
+        (
+            OSError("no file \udcff"),
+            "crashed",
+            "OSError: no file ?",
+        ),  # a name that is no UTF-8, which no report could hold
     ],
 )
 def test_an_exception_is_an_outcome_and_a_line(error: Exception, outcome: str, reason: str) -> None:
