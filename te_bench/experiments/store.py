@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from te_bench import __version__
-from te_bench.experiments.spec import SCHEMA, Experiment, Record, Scalar, canonical_json
+from te_bench.experiments.spec import SCHEMA, Experiment, Record, Scalar, Trial, canonical_json
 from te_bench.training.durable import sync
 
 JOURNAL = "journal.jsonl"
@@ -109,7 +109,8 @@ class Journal:
     merged: set[str] = field(default_factory=set)  # environments of merged runs, of which none continues another
     size: int = 0  # bytes of whole, intact lines
     torn: int = 0  # bytes after them, of a line that a kill or a full disk cut short
-    broken_off: str | None = None  # why its study was given up: it has no verdict, and its losses may be seen
+    #: {(Trial.cell, environment id): why its study was given up: it has no verdict, and its losses may be seen}.
+    broken_off: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def done(self, key: Key) -> bool:
         """Return whether this trial has ended in this environment; an interrupted trial has not."""
@@ -253,7 +254,10 @@ def _add(journal: Journal, raw: bytes) -> None:
     elif line.kind == "plan":
         journal.plans.append(Plan.from_json(body))
     elif line.kind == "broken_off":
-        journal.broken_off = body["why"]
+        every = [
+            (Trial.from_json(t).cell, plan.environment) for plan in journal.plans for t in plan.trials
+        ]  # of older lines
+        journal.broken_off |= dict.fromkeys(map(tuple, body.get("configurations", every)), body["why"])
     elif line.kind == "merged":
         journal.merged.update(body["environments"])
 
@@ -323,8 +327,10 @@ class Store:
     def add(self, record: Record) -> None:
         self._append("record", record.to_json())
 
-    def break_off(self, why: str) -> None:
-        self._append("broken_off", {"why": why, "at": datetime.now(UTC).isoformat(timespec="seconds")})
+    def break_off(self, why: str, configurations: Iterable[tuple[str, str]]) -> None:
+        """Record why studies are given up: those with one of the configurations, (Trial.cell, environment id)."""
+        at = datetime.now(UTC).isoformat(timespec="seconds")
+        self._append("broken_off", {"why": why, "at": at, "configurations": sorted(configurations)})
 
     def copy(self, copied: Iterable[Line]) -> None:
         """Append lines of other journals unchanged, all of them or none."""
