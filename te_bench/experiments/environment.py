@@ -326,7 +326,8 @@ def code_hash(package: Path | None = None) -> str:
     """Return a hash of a te_bench package's source files that can change a result, committed or not; default: this one."""
     root = package or Path(__file__).resolve().parents[1]
     total = hashlib.sha256()
-    for path in sorted(p for folder in MEASURING for kind in ("*.py", "*.json") for p in (root / folder).rglob(kind)):
+    found = (p for folder in MEASURING for kind in ("*.py", "*.json") for p in (root / folder).rglob(kind))
+    for path in sorted(p for p in found if p.is_file()):  # an editor's lock is a link to nothing
         total.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
     return total.hexdigest()[:16]
 

@@ -213,6 +213,7 @@ def test_the_code_hash_sees_an_uncommitted_change_to_what_measures_only(tmp_path
     assert re.fullmatch("[0-9a-f]{16}", before)
     for other in ("reports/page/text.py", "cli/run.py", "gate/paired_trial.py"):
         (copy / other).write_text("# changed\n")
+    (copy / "kernels" / ".#new.py").symlink_to("me@host.1234:5678")  # Emacs locks a file that it edits so
     assert environment.code_hash() == before
     measuring = "kernels/attention/backends/flash.py", "models/zoo/gpt.py", "training/step.py", "experiments/timing.py"
     for source in map(copy.joinpath, measuring):
