@@ -68,7 +68,6 @@ Timings = Annotated[
     list[Path] | None,
     typer.Option(
         "--pilot",
-        "--timings",
         metavar="DIR",
         help="Earlier results that tell the time of a step and the spread of runs; their means stay hidden.",
     ),

@@ -244,6 +244,7 @@ def carry_out(
                     retry=retry,
                     needless=stopping.stopping_rule(experiment.suite, store.journal, here),
                     in_time=(lambda _: True) if limit is None else limit.in_time(store.journal.records),
+                    unchanged=lambda: environment.code_hash() == machine["identity"]["code"],
                 )
         except KeyboardInterrupt as interrupt:
             from te_bench.reports.analysis.naming import count_trials
@@ -251,6 +252,11 @@ def carry_out(
             left = len(runner.to_do(trials, store.journal, here, retry=retry))
             print(f"\nStopped with {count_trials(left)} to go{unchanged}. To go on: {again()}")
             raise typer.Exit(exit_code(interrupt)) from None
+        if late and environment.code_hash() != machine["identity"]["code"]:
+            raise ValueError(
+                f"te_bench's code has been changed since this run began, with {len(late)} trials to go, which would not run "
+                "the code of the others. With that code again, the same command goes on; with this one it begins anew."
+            )
         records = store.journal.records
         if limit is not None:
             limit.left = late

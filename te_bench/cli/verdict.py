@@ -97,10 +97,12 @@ def _break_off(directories: list[Path], why: str) -> None:
 
     if len(directories) != 1 or not why.strip():
         raise ValueError("--break-off takes one --out directory of a convergence run, and a reason")
-    if not any(judge_group(group)[1] for group in load_results(directories).groups):
+    groups = load_results(directories).groups
+    hidden = [(configuration, group.environment) for group in groups for configuration in judge_group(group)[1]]
+    if not hidden:
         raise ValueError(f"--break-off: {directories[0]} holds no study whose planned runs are not done")
     with Store(directories[0]) as store:
-        store.break_off(why.strip())
+        store.break_off(why.strip(), hidden)
 
 
 def _of_runs(directories: list[Path], margin: float | None, alpha: float | None) -> int:

@@ -35,8 +35,21 @@ PACKAGES = (
 )
 #: Packages whose kernels te-bench can run, besides those of rivals.
 KERNELS = ("flash-attn-4",)
-#: Variables that choose kernels or change how memory is allocated, besides Transformer Engine's, which begin with NVTE_.
-VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "NVIDIA_TF32_OVERRIDE")
+#: Variables that choose kernels, make launches wait or change how memory is allocated: of torch, CUDA's libraries and NCCL.
+VARIABLES = (
+    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"),
+    *(
+        "NVIDIA_TF32_OVERRIDE",
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+        "TORCH_BLAS_PREFER_CUBLASLT",
+        "PYTORCH_TUNABLEOP_ENABLED",
+    ),
+    *("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"),
+    *("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TORCHINDUCTOR_COORDINATE_DESCENT_TUNING"),
+    *("NCCL_ALGO", "NCCL_PROTO", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_NVLS_ENABLE"),
+)
+#: Beginnings of others' names: Transformer Engine's, and those of torch.compile's choice by measured times.
+PREFIXES = ("NVTE_", "TORCHINDUCTOR_MAX_AUTOTUNE")
 #: Properties of the GPUs, which their owner can set or which differ within a model.
 OF_GPUS = ("power_limit_w", "max_sm_clock_hz")
 #: Properties of a GPU and its host, also in each record's `device_state`. They change times, but no loss: the GPU draws the
@@ -127,7 +140,7 @@ def _versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def _variables() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name in VARIABLES or name.startswith("NVTE_")}
+    return {name: value for name, value in os.environ.items() if name in VARIABLES or name.startswith(PREFIXES)}
 
 
 def _listed(values: Mapping[str, str], sign: str) -> str | None:
@@ -311,7 +324,8 @@ def code_hash(package: Path | None = None) -> str:
     """Return a hash of a te_bench package's source files that can change a result, committed or not; default: this one."""
     root = package or Path(__file__).resolve().parents[1]
     total = hashlib.sha256()
-    for path in sorted(p for folder in MEASURING for kind in ("*.py", "*.json") for p in (root / folder).rglob(kind)):
+    found = (p for folder in MEASURING for kind in ("*.py", "*.json") for p in (root / folder).rglob(kind))
+    for path in sorted(p for p in found if p.is_file()):  # an editor's lock is a link to nothing
         total.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
     return total.hexdigest()[:16]
 
@@ -336,9 +350,9 @@ def _version(package: str) -> str | None:
 
 
 def _threads() -> int:
-    """Return the number of threads that torch uses on a CPU."""
-    asked = os.environ.get("OMP_NUM_THREADS", "").strip()
-    return int(asked) if asked.isascii() and asked.isdecimal() and int(asked) > 0 else host.cores()
+    """Return the number of threads that torch uses on a CPU; its builds with MKL ask that first."""
+    asked = (os.environ.get(name, "").strip() for name in ("MKL_NUM_THREADS", "OMP_NUM_THREADS"))
+    return next((int(one) for one in asked if one.isascii() and one.isdecimal() and int(one) > 0), host.cores())
 
 
 def _os_name() -> str:

@@ -119,13 +119,15 @@ def run(
     retry: bool = False,
     needless: Callable[[Trial], str | None],
     in_time: Callable[[Trial], bool],
+    unchanged: Callable[[], bool] = lambda: True,
 ) -> list[Trial]:
     """Run every trial of `to_do` once, each on the executor's next free place; return the trials left, in order.
 
     needless(trial): why the trial is not needed any more; its outcome is then "stopped". in_time(trial): whether it ends in
     time; if not, later trials go first, and the trial is left for a rerun unless it is needless. A branch waits, and lets
     others go first, while another trial may be training its trunk. If no trial has trained the trunk, the branch must be in
-    time together with it, which takes as long as the control.
+    time together with it, which takes as long as the control. unchanged(): whether trials would still run the code that the
+    environment names; if not, no further trial begins.
 
     Ctrl-C or SIGTERM ends the trials at once and raises KeyboardInterrupt(the signal's number). The store stays valid, and
     a rerun continues.
@@ -150,7 +152,7 @@ def run(
     with _Interrupts() as interrupts:
         try:
             while True:
-                while executor.free and (trial := _take_next(waiting, may_begin)):
+                while executor.free and unchanged() and (trial := _take_next(waiting, may_begin)):
                     if not is_spared(trial):
                         running[trial.id] = _trunk_id(trial)
                         executor.submit(trial, executor.free.pop(0))

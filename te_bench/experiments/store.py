@@ -1,9 +1,9 @@
 """The journal: an append-only JSONL file, one checksummed and fsynced line per event, safe against a kill at any byte.
 
-There are four kinds of line: "environment" (machine and code), "plan" (the trials of a suite), "record" (how one trial
-ended) and "broken_off" (why a study was given up). A line is `{"crc32":"0123abcd","kind":...,"body":...}`: valid JSON, with
-a checksum of everything after it. A record's line has its done-key and schema before its body, so that a journal can be
-indexed without parsing every sample.
+There are five kinds of line: "environment" (machine and code), "plan" (the trials of a suite), "record" (how one trial
+ended), "broken_off" (why a study was given up) and "merged" (the environments of merged runs). A line is
+`{"crc32":"0123abcd","kind":...,"body":...}`: valid JSON, with a checksum of everything after it. A record's line has its
+done-key and schema before its body, so that a journal can be indexed without parsing every sample.
 """
 
 import codecs
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from te_bench import __version__
-from te_bench.experiments.spec import SCHEMA, Experiment, Record, Scalar, canonical_json
+from te_bench.experiments.spec import SCHEMA, Experiment, Record, Scalar, Trial, canonical_json
 from te_bench.training.durable import sync
 
 JOURNAL = "journal.jsonl"
@@ -106,9 +106,11 @@ class Journal:
     hosts: dict[str, frozenset[str]] = field(default_factory=dict)  # {GPU: it and those seen beside it on its host}
     plans: list[Plan] = field(default_factory=list)
     records: Records = field(default_factory=Records)
+    merged: set[str] = field(default_factory=set)  # environments of merged runs, of which none continues another
     size: int = 0  # bytes of whole, intact lines
     torn: int = 0  # bytes after them, of a line that a kill or a full disk cut short
-    broken_off: str | None = None  # why its study was given up: it has no verdict, and its losses may be seen
+    #: {(Trial.cell, environment id): why its study was given up: it has no verdict, and its losses may be seen}.
+    broken_off: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def done(self, key: Key) -> bool:
         """Return whether this trial has ended in this environment; an interrupted trial has not."""
@@ -252,7 +254,12 @@ def _add(journal: Journal, raw: bytes) -> None:
     elif line.kind == "plan":
         journal.plans.append(Plan.from_json(body))
     elif line.kind == "broken_off":
-        journal.broken_off = body["why"]
+        every = [
+            (Trial.from_json(t).cell, plan.environment) for plan in journal.plans for t in plan.trials
+        ]  # of older lines
+        journal.broken_off |= dict.fromkeys(map(tuple, body.get("configurations", every)), body["why"])
+    elif line.kind == "merged":
+        journal.merged.update(body["environments"])
 
 
 def encode(kind: str, body: Mapping[str, Any]) -> bytes:
@@ -320,12 +327,17 @@ class Store:
     def add(self, record: Record) -> None:
         self._append("record", record.to_json())
 
-    def break_off(self, why: str) -> None:
-        self._append("broken_off", {"why": why, "at": datetime.now(UTC).isoformat(timespec="seconds")})
+    def break_off(self, why: str, configurations: Iterable[tuple[str, str]]) -> None:
+        """Record why studies are given up: those with one of the configurations, (Trial.cell, environment id)."""
+        at = datetime.now(UTC).isoformat(timespec="seconds")
+        self._append("broken_off", {"why": why, "at": at, "configurations": sorted(configurations)})
 
     def copy(self, copied: Iterable[Line]) -> None:
         """Append lines of other journals unchanged, all of them or none."""
         self._write([line.raw for line in copied])
+
+    def add_merged(self, environments: Iterable[str]) -> None:
+        self._append("merged", {"environments": sorted(environments)})
 
     def _append(self, kind: str, body: Mapping[str, Any]) -> None:
         self._write([encode(kind, body)[:-1]])

@@ -15,10 +15,11 @@ import torch
 
 from te_bench import plugins
 from te_bench.experiments import exclusive, host, timing, workloads
-from te_bench.experiments.measurement import Context, Measurement, NoResult, ran_out
+from te_bench.experiments.measurement import Context, Interrupted, Measurement, NoResult, ran_out
+from te_bench.experiments.problems import source_of
 from te_bench.experiments.spec import Trial, canonical_json
 from te_bench.experiments.throttling import Watch
-from te_bench.models.sources import lacks
+from te_bench.models.sources import is_changed, lacks
 from te_bench.training.parallel import Indivisible
 
 
@@ -40,6 +41,10 @@ def run_one(trial: Trial, context: Context) -> dict[str, Any]:
     try:
         if isinstance(threads := trial.problem.get("threads"), int):  # for torch on a CPU
             torch.set_num_threads(threads)
+        if "sha256" in trial.problem and (source := source_of(trial)) and is_changed(source):
+            raise Interrupted(
+                f"{source.model}: its code has been changed since the trial was planned; run the command again"
+            )
         workload = plugins.load(workloads.__name__, trial.workload, "run")
         with exclusive.taking_turns(trial), timing.looking(watch.look):
             measurement = _first_attempt(workload, trial, context) or workload(trial, context)
@@ -98,7 +103,7 @@ def _removed_torn_library(error: Exception) -> bool:
 
 def classify(error: Exception) -> tuple[str, str]:
     """Return (outcome, reason) of an exception; the reason is one line that a user can act on."""
-    text = " ".join(str(error).split())[:500]
+    text = " ".join(str(error).split())[:500].encode(errors="replace").decode()  # a file's name may have surrogates
     if isinstance(error, NoResult):
         return error.outcome, text
     if isinstance(error, Indivisible):

@@ -33,6 +33,17 @@ def read(paths: Sequence[str]) -> Code:
 
     Raises ValueError for a path to no module, or to one that is not Python.
     """
+    files, installed = _found(paths)
+    return Code(sha256=_sum_of(files), packages=versions(installed))
+
+
+def sha256(paths: Sequence[str]) -> str:
+    """Return `read(paths).sha256`, without the second that finding the packages takes."""
+    return _sum_of(_found(paths)[0])
+
+
+def _found(paths: Sequence[str]) -> tuple[dict[str, Path], set[str]]:
+    """Return {module: file} of the user's code, and the top-level modules that it imports from elsewhere."""
     files: dict[str, Path] = {}
     installed: set[str] = set()
     for path in paths:
@@ -41,8 +52,12 @@ def read(paths: Sequence[str]) -> Code:
             raise ValueError(f"{path}: give package.module:function")
         if not _collect(module, files, installed):
             raise ValueError(f"{path}: no module {module} in {Path.cwd()} nor among the installed packages")
+    return files, installed
+
+
+def _sum_of(files: Mapping[str, Path]) -> str:
     sums = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in sorted(files.items())}
-    return Code(sha256=hashlib.sha256(json.dumps(sums).encode()).hexdigest(), packages=versions(installed))
+    return hashlib.sha256(json.dumps(sums).encode()).hexdigest()
 
 
 def versions(modules: Collection[str]) -> dict[str, str]:

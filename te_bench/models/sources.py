@@ -124,6 +124,12 @@ def identify(
     return Source(model=spec, arguments=read, sha256=code.sha256, **functions, packages=_packages(code.packages))
 
 
+def is_changed(source: Source) -> bool:
+    """Return whether the user's code, of which the source has a hash, is other than when it was identified."""
+    paths = [path for path in (None if source.config else source.model, source.inputs, source.loss) if path]
+    return source_files.sha256(paths) != source.sha256
+
+
 def _packages(versions: Mapping[str, str]) -> str | None:
     return _canonical(versions) if versions else None
 

@@ -1,6 +1,7 @@
 """Write a file whole or not at all, and make names of files durable."""
 
 import contextlib
+import errno
 import os
 import secrets
 from collections.abc import Iterator
@@ -25,9 +26,12 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
 
 
 def sync(folder: Path) -> None:
-    """Make a folder's file names durable (fsync)."""
+    """Make a folder's file names durable (fsync), unless its file system syncs no folders, as of some shares."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # fsync(2): not supported
+            raise
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""--budget and --timings of a convergence run: seeds from records, what they can conclude, and what to run first."""
+"""--budget and --pilot of a convergence run: seeds from records, what they can conclude, and what to run first."""
 
 import dataclasses
 import json
@@ -92,7 +92,7 @@ def seconds(seeds: float) -> float:
 
 @pytest.mark.parametrize(("budget", "seeds"), [(seconds(3), 3), (seconds(3.99), 3), (seconds(9.01), 9)])
 def test_a_budget_is_as_many_seeds_as_it_holds(command: Command, pilot: Path, budget: float, seeds: int) -> None:
-    found = planned(command, "--budget", f"{budget}s", "--timings", pilot, "--margin", 0.004)
+    found = planned(command, "--budget", f"{budget}s", "--pilot", pilot, "--margin", 0.004)
     assert {trial["seed"] for trial in found["trials"]} == set(range(seeds))
     assert found["judgement"]["seeds"] == found["conclusion"]["seeds"] == seeds
     assert found["estimate"]["device_s"] == pytest.approx(seconds(seeds))
@@ -111,7 +111,7 @@ def test_a_budget_is_spent_on_all_gpus_at_once(command, monkeypatch, tmp_path):
     gpus(monkeypatch, 4)
     records = [ended(trial) for trial in trials(device="cuda")]
     write(tmp_path / "pilot", records, chip="NVIDIA H200")
-    where = ("--device", "cuda", "--preset", "cpu", "--timings", tmp_path / "pilot", "--budget")
+    where = ("--device", "cuda", "--preset", "cpu", "--pilot", tmp_path / "pilot", "--budget")
     for chosen, gpu_count, seeds in (("all", 4, 8), ("0,2", 2, 4)):
         found = planned(command, *where, f"{seconds(seeds) / gpu_count}s", "--gpus", chosen)
         assert found["judgement"]["seeds"] == seeds
@@ -129,13 +129,13 @@ def test_gpus_that_are_shared_have_more_trials_at_a_time_each_slower(here, comma
     if not here:
         monkeypatch.setattr(environment, "nvidia_gpus", list)
     asked = ("--device", "cuda", "--preset", "cpu", "--gpus", "0,1", "--share", "3")
-    found = planned(command, *asked, "--budget", f"{seconds(6) / 6}s", "--timings", tmp_path / "shared")
+    found = planned(command, *asked, "--budget", f"{seconds(6) / 6}s", "--pilot", tmp_path / "shared")
     assert {trial["problem"]["share"] for trial in found["trials"]} == {3}
     assert found["judgement"]["seeds"] == 6
     assert found["estimate"] == estimate(seconds(6) / 3, seconds(6) / 6, 6)
-    said = plainly(command("plan", *CONVERGENCE, *asked, "--seeds", "6", "--timings", tmp_path / "shared").out)
+    said = plainly(command("plan", *CONVERGENCE, *asked, "--seeds", "6", "--pilot", tmp_path / "shared").out)
     assert "on 2 GPUs, 3 at a time on each" in said
-    other = command("plan", *CONVERGENCE, *asked, "--budget", "1h", "--timings", tmp_path / "alone")
+    other = command("plan", *CONVERGENCE, *asked, "--budget", "1h", "--pilot", tmp_path / "alone")
     assert (other.code, "no record says how long a seed takes" in other.err) == (2, True)
 
 
@@ -148,7 +148,7 @@ def test_what_a_time_holds_is_planned_by_how_long_each_configuration_takes(
     """Of two seeds: 19 s a bf16 run, 34 s one by delayed scaling, 49 s one that is broken; shorter ones go ahead."""
     gpus(monkeypatch, 2)
     write(tmp_path / "pilot", [ended(trial) for trial in trials(device="cuda")], chip="NVIDIA H200")
-    asked = ("--device", "cuda", "--preset", "cpu", "--seeds", "2", "--timings", tmp_path / "pilot", "--gpus", gpus_)
+    asked = ("--device", "cuda", "--preset", "cpu", "--seeds", "2", "--pilot", tmp_path / "pilot", "--gpus", gpus_)
     done = command("plan", *CONVERGENCE, *asked, "--within", f"{within}s")
     assert f"--within {within}s: {told}" in done.out
 
@@ -203,18 +203,18 @@ def test_a_pilot_of_another_suite_is_refused(command: Command, tmp_path: Path) -
 
 def test_a_budget_is_spent_on_as_many_cores_as_trials_run_on_at_once(command, monkeypatch, pilot):
     monkeypatch.setattr(runner, "at_once", lambda trials, cores: 3)
-    asked = ("--budget", f"{seconds(6) / 3}s", "--timings", pilot)
+    asked = ("--budget", f"{seconds(6) / 3}s", "--pilot", pilot)
     found = planned(command, *asked)
     assert found["judgement"]["seeds"] == 6
     assert found["estimate"] == estimate(seconds(6), seconds(6) / 3, 3)
     assert "on 3 cores" in command("plan", *CONVERGENCE, *asked).out
-    refused = command("plan", *CONVERGENCE, "--budget", f"{SEED_S / 3}s", "--timings", pilot)
+    refused = command("plan", *CONVERGENCE, "--budget", f"{SEED_S / 3}s", "--pilot", pilot)
     assert (refused.code, "on 3 cores" in refused.err) == (2, True)
 
 
 def test_records_of_another_chip_say_nothing(command: Command, tmp_path: Path) -> None:
     other = write(tmp_path / "pilot", [ended(trial) for trial in trials()], chip="another CPU")
-    done = command("plan", *CONVERGENCE, "--budget", "1h", "--timings", other)
+    done = command("plan", *CONVERGENCE, "--budget", "1h", "--pilot", other)
     assert done.code == 2
     assert "no record says how long a seed takes on this machine (4 of 4 configurations" in done.err
 
@@ -227,16 +227,16 @@ def test_two_kinds_of_gpu_and_none_here_are_not_guessed_between(command, monkeyp
         body = {"id": "other", "identity": {"device": "cuda", "gpu": "NVIDIA B200"}, "details": {}}
         store.add_environment(body)
         store.add(dataclasses.replace(ended(first), environment="other"))
-    done = command("plan", *CONVERGENCE, "--device", "cuda", "--timings", directory)
+    done = command("plan", *CONVERGENCE, "--device", "cuda", "--pilot", directory)
     assert done.code == 2
     assert "--pilot: its records are of NVIDIA B200, NVIDIA H200, and this machine has no GPU to say which" in done.err
 
 
 def test_fused_steps_are_timed_by_fused_steps_alone(command: Command, pilot: Path, tmp_path: Path) -> None:
-    done = command("plan", *CONVERGENCE, "--fused", "--budget", "1h", "--timings", pilot)
+    done = command("plan", *CONVERGENCE, "--fused", "--budget", "1h", "--pilot", pilot)
     assert (done.code, "(2 of 6 configurations" in done.err) == (2, True)
     fused = write(tmp_path / "fused", [ended(trial) for trial in trials(fused=True)])
-    assert planned(command, "--fused", "--budget", "1h", "--timings", fused)["estimate"]["device_s"]
+    assert planned(command, "--fused", "--budget", "1h", "--pilot", fused)["estimate"]["device_s"]
 
 
 def test_a_pilot_fills_the_gpus_that_are_shared(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +280,7 @@ def test_without_records_the_pilot_to_run_is_said_and_running_it_is_enough(more,
     found = json.loads(pilot.out)["trials"]
     records = [ended(Trial.from_json(_fields(trial))) for trial in found]
     write(tmp_path / "my run-pilot", records, chip="NVIDIA H200" if "cuda" in more else None)
-    again = planned(command, *more, "--budget", "1h", "--out", "my run", "--timings", "my run-pilot")
+    again = planned(command, *more, "--budget", "1h", "--out", "my run", "--pilot", "my run-pilot")
     assert again["estimate"]["device_s"]
 
 
@@ -304,7 +304,7 @@ def _fields(trial: dict[str, Any]) -> dict[str, Any]:
 
 def test_an_arm_that_no_record_times_is_named(command: Command, tmp_path: Path) -> None:
     some = write(tmp_path / "pilot", [ended(trial) for trial in trials() if trial.problem["arm"] != "recipe"])
-    done = command("plan", *CONVERGENCE, "--budget", "1h", "--timings", some)
+    done = command("plan", *CONVERGENCE, "--budget", "1h", "--pilot", some)
     one = "training/tiny-recipe-b8-t64-V50304/flash/fp8/delayed_scaling/eager/s0"
     assert f"(1 of 4 configurations, such as {one})" in done.err
 
@@ -314,12 +314,12 @@ def test_an_arm_that_no_record_times_is_named(command: Command, tmp_path: Path) 
     [
         (["--budget", "1m", "--as-pilot"], "--budget 60 s: a pilot needs 3 seeds, which take about"),
         (["--budget", "10m", "--seeds", "7"], "--seeds 7 take about 14 min, and --budget is 10 min: give --seeds 4"),
-        (["--timings", "nowhere"], "nowhere holds no journal.jsonl: it is not the --out directory"),
+        (["--pilot", "nowhere"], "nowhere holds no journal.jsonl: it is not the --out directory"),
     ],
 )
 @pytest.mark.parametrize("verb", ["plan", "run"])
 def test_what_a_budget_cannot_carry_is_told_and_nothing_written(command, pilot, tmp_path, verb, arguments, message):
-    timings = [] if "--timings" in arguments else ["--timings", pilot]
+    timings = [] if "--pilot" in arguments else ["--pilot", pilot]
     done = command(verb, *CONVERGENCE, *timings, *arguments)
     assert done.code == 2
     assert done.err.startswith(f"te-bench: {message}")
@@ -340,7 +340,7 @@ def test_a_budget_too_small_names_the_least_that_concludes(command: Command, pil
     ("suite", "option", "message"),
     [
         ("stress", ["--budget", "1h"], "--budget: the suite stress has no time-budget trial; leave it out"),
-        ("quick", ["--timings", "x"], "--pilot: the suite quick gives no verdict to plan for; leave it out"),
+        ("quick", ["--pilot", "x"], "--pilot: the suite quick gives no verdict to plan for; leave it out"),
     ],
 )
 @pytest.mark.parametrize("verb", ["plan", "run"])
@@ -421,11 +421,11 @@ def test_what_is_known_of_the_spread_is_used_and_else_said_to_be_assumed(command
     gaps = {"control": lambda s: shared[s], "recipe": lambda s: shared[s] + own[s] + 0.1}
     before = [t for t in trials(4, None) if t.problem["arm"] in gaps]
     write(tmp_path / "old", [ended(t, gaps[str(t.problem["arm"])](t.seed)) for t in before], seeds=4)
-    found = planned(command, "--seeds", "5", "--timings", tmp_path / "old")["conclusion"]["spread"]
+    found = planned(command, "--seeds", "5", "--pilot", tmp_path / "old")["conclusion"]["spread"]
     assert found["pairs"] == 4
     assert found["correlation"] > 0.99
     assert found["sd"] == pytest.approx(0.00365, rel=0.01)
-    text = plainly(command("plan", *CONVERGENCE, "--timings", tmp_path / "old").out)
+    text = plainly(command("plan", *CONVERGENCE, "--pilot", tmp_path / "old").out)
     assert "measured on 4 seeds, pair correlation 1.00" in text
 
 
@@ -452,7 +452,7 @@ def test_the_trials_of_a_plan_stand_behind_what_it_says(command: Command) -> Non
 
 def test_holm_s_hardest_step_is_said(command: Command, pilot: Path) -> None:
     several = ("--recipes", "delayed_scaling,rowwise_scaling,float8_block_scaling,float8_current_scaling")
-    asked = ("--seeds", "8", "--timings", pilot)
+    asked = ("--seeds", "8", "--pilot", pilot)
     text = plainly(command("plan", *CONVERGENCE[:-2], *several, *asked).out)
     assert "the hardest of 4 recipes (Holm, alpha 0.0125): by its own test power" in text
     assert "time: not known" in text  # rowwise and block scaling were not in the pilot
@@ -462,7 +462,7 @@ def test_holm_s_hardest_step_is_said(command: Command, pilot: Path) -> None:
 
 def test_a_run_takes_the_seeds_of_its_budget(command, started, pilot, tmp_path):
     out = tmp_path / "out"
-    done = command("run", *CONVERGENCE, "--budget", f"{seconds(6.5)}s", "--timings", pilot, "--out", out)
+    done = command("run", *CONVERGENCE, "--budget", f"{seconds(6.5)}s", "--pilot", pilot, "--out", out)
     assert done.code == 130
     assert "What 6 seeds can conclude" in done.out
     [run] = started
@@ -522,7 +522,7 @@ def test_the_margin_that_a_refused_plan_would_take_is_taken(command: Command, se
 
 
 def test_timings_that_tell_nothing_of_the_spread_say_why(command: Command, pilot: Path) -> None:
-    said = plainly(command("plan", *CONVERGENCE, "--timings", pilot).out)
+    said = plainly(command("plan", *CONVERGENCE, "--pilot", pilot).out)
     assert "--pilot gives no spread: its training is another: " in said
     assert "steps 40 there, 150 here" in said
 

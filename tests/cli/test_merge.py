@@ -13,6 +13,7 @@ from in_process import Command
 from te_bench.experiments import runner
 from te_bench.experiments.spec import Record, Trial
 from te_bench.experiments.store import JOURNAL, PACKED, Store, load
+from te_bench.reports.analysis.rows import load_results
 
 SEEDS = range(4)
 
@@ -82,6 +83,27 @@ def test_other_machines_are_named_and_refused_unless_allowed(command: Command, t
     done = command("merge", first, second, "--out", tmp_path / "out", "--allow-environment-change")
     assert done.err == f"Note: the environments differ, as allowed: {differ}.\n"
     assert {key[1] for key in load(tmp_path / "out").records} == {"env-h200", "env-other"}
+
+
+@pytest.mark.parametrize("done", [0, 1], ids=["which has begun nothing", "which goes on"])
+def test_of_two_machines_each_plan_stays_whole_in_either_order(command: Command, tmp_path: Path, done: int) -> None:
+    """Neither continues the other, as a rerun continues what an older environment left."""
+    first = part(tmp_path / "a", [record(0), record(1)])
+    elsewhere = journals.environment("env-other", gpu="NVIDIA H100")
+    second = part(tmp_path / "b", [record(0, environment="env-other")][:done], body=elsewhere)
+
+    def found(*runs: Path) -> dict[str, list[str]]:
+        groups = load_results(runs).groups
+        return {
+            group.environment: sorted(row.outcome for one in group.configurations for row in one.rows)
+            for group in groups
+        }
+
+    for number, runs in enumerate([(first, second), (second, first)]):
+        out = tmp_path / f"out{number}"
+        command("merge", *runs, "--out", out, "--allow-environment-change")
+        assert found(out) == found(first, second)
+        assert sum(map(len, found(out).values())) == 2 * len(SEEDS)
 
 
 def test_a_trial_that_several_runs_hold_is_taken_from_one(command: Command, tmp_path: Path) -> None:

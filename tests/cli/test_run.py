@@ -4,7 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ import pytest
 from driving import PLANTED, rows, te_bench
 from in_process import Command
 
-from te_bench.experiments import runner
-from te_bench.experiments.spec import Trial
-from te_bench.experiments.store import Store
+from te_bench.experiments import environment, runner
+from te_bench.experiments.spec import Record, Trial
+from te_bench.experiments.store import Store, load
 
 
 @pytest.mark.slow
@@ -145,3 +145,48 @@ def test_a_folder_for_models_is_written_to_before_the_first_trial(
     assert "/file/kept: Not a directory; give a folder that te-bench can write to" in " ".join(refused.err.split())
     command(*asked, "--checkpoints", tmp_path / "new" / "kept")
     assert (list((tmp_path / "new").rglob("*")), len(started)) == ([tmp_path / "new" / "kept"], 1)
+
+
+class Edited:
+    """An executor of one place, beside which somebody edits te-bench's code while the second trial runs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.free, self.running, self.begun = [None], list[Trial](), 0
+        self.monkeypatch, self.where = monkeypatch, ""
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.running)
+
+    def submit(self, trial: Trial, place: Any) -> None:
+        self.running.append(trial)
+        self.begun += 1
+
+    def ended(self) -> Iterator[Record]:
+        if self.begun == 2:
+            self.monkeypatch.setattr(environment, "code_hash", lambda package=None: "edited")
+        self.free.append(None)
+        yield journals.step_record(self.running.pop(), 10.0, where=self.where)
+
+    def kill(self) -> None:
+        pass
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_no_trial_begins_on_other_code_than_the_run_began_with(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its process would import that code, and its record name the first."""
+    executor, first = Edited(monkeypatch), environment.code_hash
+
+    def supervisor(directory: Path, environment_id: str, *arguments: Any, **options: Any) -> Edited:
+        executor.where = environment_id
+        return executor
+
+    monkeypatch.setattr(runner, "Supervisor", supervisor)
+    asked = ("run", "quick", "--device", "cpu", "--seeds", "1", "--only", "train_step/*", "--out", tmp_path / "run")
+    done = command(*asked)
+    assert (done.code, executor.begun, len(load(tmp_path / "run").records)) == (2, 2, 2)
+    assert "code has been changed since this run began, with 4 trials to go" in " ".join(done.err.split())
+    monkeypatch.setattr(environment, "code_hash", first)  # with that code again
+    assert (command(*asked).code, executor.begun, len(load(tmp_path / "run").records)) == (0, 6, 6)

@@ -1,5 +1,6 @@
 """A study's interim answer: no page, table, figure or answer has it until the plan is done, or the study is given up."""
 
+import dataclasses
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -153,6 +154,24 @@ def test_a_study_that_is_given_up_shows_its_gaps_and_never_has_a_verdict(command
     assert command("merge", run, rest, "--out", "all").code == 0
     whole = command("verdict", "all")
     assert (whole.code, "broken off after 40 of 40 runs" in whole.out) == (4, True), whole.out
+
+
+def test_a_study_that_is_done_keeps_its_verdict_beside_one_that_is_given_up(command: Command, tmp_path: Path) -> None:
+    """As of one text and another in a folder, or before and after an update of torch."""
+    run = write_study(tmp_path / "run", study_records(sd=0.0003))
+    other = {"data_sha256": "cd34", "data": "text:other.txt"}
+    apart = [dataclasses.replace(one, trial=one.trial.with_(**other)) for one in study_records(sd=0.0003)]
+    elsewhere = [dataclasses.replace(one, environment="env-new") for one in study_records(sd=0.0003)]
+    for planned, where in ((apart, None), (elsewhere, environment("env-new", torch="2.12.0"))):
+        done = [one for one in planned if one.trial.seed < 3]
+        trials = [one.trial for one in planned]
+        write(run, done, planned=trials, suite="convergence", title="Convergence", judgement=JUDGEMENT, body=where)
+        assert command("verdict", run, "--break-off", "why").code == 4
+    said = command("verdict", run)
+    assert (said.out.count("exploration, broken off"), "EQUIVALENT: delayed scaling and rowwise" in said.out) == (
+        2,
+        True,
+    )
 
 
 def test_a_study_that_is_done_is_not_given_up(command: Command, tmp_path: Path) -> None:

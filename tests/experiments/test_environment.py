@@ -89,11 +89,19 @@ def test_another_version_of_a_package_with_kernels_is_another_environment(monkey
 
 
 @pytest.mark.parametrize(
-    "variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "NVTE_FLASH_ATTN", "NVIDIA_TF32_OVERRIDE"]
+    "variable",
+    [
+        *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "NVTE_FLASH_ATTN", "NVIDIA_TF32_OVERRIDE"),
+        *("CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG", "TORCH_COMPILE_DISABLE", "NCCL_P2P_DISABLE"),
+        *("TORCHINDUCTOR_MAX_AUTOTUNE", "TORCHINDUCTOR_MAX_AUTOTUNE_GEMM_BACKENDS"),
+    ],
 )
 def test_a_variable_that_changes_kernels_or_memory_is_part_of_the_environment(monkeypatch, variable):
-    for name in [name for name in os.environ if name.startswith(("NVTE_", "PYTORCH_", "NVIDIA_TF32_"))]:
+    for name in [
+        name for name in os.environ if name.startswith(("NVTE_", "PYTORCH_", "NVIDIA_TF32_", "CU", "TORCH", "NCCL_"))
+    ]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")  # which changes no result
     usual = environment.capture("cuda", [gpu()])
     assert usual["identity"]["variables"] is None
     monkeypatch.setenv(variable, "0")
@@ -157,13 +165,16 @@ def test_a_slice_of_a_gpu_is_refused_and_not_taken_for_a_machine_without_one(mon
 
 @pytest.mark.parametrize("setting", ["1", " 3 ", "0", "-2", "4,2", "many", "", None])
 def test_the_threads_of_a_cpu_are_part_of_its_environment(monkeypatch: pytest.MonkeyPatch, setting: str | None) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
     default = environment.capture("cpu")
     assert default["identity"]["threads"] == default["identity"]["cores"]
     if setting is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", setting)
     found = environment.capture("cpu")
     assert found["identity"]["threads"] == {"1": 1, " 3 ": 3}.get(setting or "", found["identity"]["cores"])
+    monkeypatch.setenv("MKL_NUM_THREADS", "5")  # which torch prefers
+    assert environment.capture("cpu")["identity"]["threads"] == 5
     assert environment.capture("cuda", [gpu()])["identity"]["threads"] is None
 
 
@@ -202,6 +213,7 @@ def test_the_code_hash_sees_an_uncommitted_change_to_what_measures_only(tmp_path
     assert re.fullmatch("[0-9a-f]{16}", before)
     for other in ("reports/page/text.py", "cli/run.py", "gate/paired_trial.py"):
         (copy / other).write_text("# changed\n")
+    (copy / "kernels" / ".#new.py").symlink_to("me@host.1234:5678")  # Emacs locks a file that it edits so
     assert environment.code_hash() == before
     measuring = "kernels/attention/backends/flash.py", "models/zoo/gpt.py", "training/step.py", "experiments/timing.py"
     for source in map(copy.joinpath, measuring):

@@ -1,11 +1,13 @@
 """The journal: valid after a kill at any byte, one writer, a full disk or a folder that cannot be written said plainly."""
 
 import dataclasses
+import errno
 import json
 import lzma
 import os
 import resource
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -323,6 +325,24 @@ def test_every_line_is_on_the_disk_before_the_call_returns(tmp_path: Path, monke
             add(value)
             status = (tmp_path / JOURNAL).stat()
             assert on_disk[status.st_ino] == status.st_size > 0
+
+
+def test_a_share_whose_file_system_syncs_no_folders_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by SMB; other errors of a disk are told of."""
+    usual, said = os.fsync, errno.EINVAL
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(said, os.strerror(said))
+        usual(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with Store(tmp_path / "run") as store:
+        store.add(record(0))
+    assert len(load(tmp_path / "run").records) == 1
+    said = errno.EIO
+    with pytest.raises(ValueError, match=r"cannot write to .*: Input/output error"):
+        Store(tmp_path / "other")
 
 
 def test_a_path_that_cannot_be_a_directory_is_refused_with_the_system_s_word(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from te_bench.experiments import host
 from te_bench.experiments import trial as child
 from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Measurement, Unsupported
 from te_bench.experiments.spec import Trial, canonical_json
+from te_bench.models import sources
 
 WRONG = "Could not import module 'X'"
 KEPT = Measurement(check={"reference": "r"}, work={"tokens": 1}, samples={"loss": [1.0]}, kernels=["k"])
@@ -38,6 +39,11 @@ KEPT = Measurement(check={"reference": "r"}, work={"tokens": 1}, samples={"loss"
         (RuntimeError("CUDA error: an illegal access"), "crashed", "RuntimeError: CUDA error: an illegal access"),
         (ValueError("two\n lines"), "crashed", "ValueError: two lines"),
         (ValueError("x" * 9000), "crashed", "ValueError: xxx"),
+        (
+            OSError("no file \udcff"),
+            "crashed",
+            "OSError: no file ?",
+        ),  # a name that is no UTF-8, which no report could hold
     ],
 )
 def test_an_exception_is_an_outcome_and_a_line(error: Exception, outcome: str, reason: str) -> None:
@@ -56,13 +62,13 @@ def test_a_package_that_transformers_cannot_import_is_told_with_the_cause() -> N
 
 @pytest.fixture
 def workload(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """reply = workload(what run() does)"""
+    """reply = workload(what run() does, settings of its problem)"""
 
-    def with_run(run: Any) -> dict[str, Any]:
+    def with_run(run: Any, **problem: Any) -> dict[str, Any]:
         module = types.ModuleType("te_bench.experiments.workloads.training")
         module.run = run  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        trial = Trial(workload="training", device="cpu", problem={}, attention="manual")
+        trial = Trial(workload="training", device="cpu", problem=problem, attention="manual")
         reply = child.run(trial, Context())
         canonical_json(reply)
         return reply
@@ -75,6 +81,22 @@ def raising(error: Exception) -> Any:
         raise error
 
     return run
+
+
+def test_a_user_s_model_that_was_edited_after_the_plan_is_not_measured_as_the_planned_one(
+    workload: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "layers.py").write_text("WIDTH = 32")
+    (tmp_path / "mine.py").write_text("from layers import WIDTH\ndef make(): ...")
+    source = sources.identify("mine:make")
+    assert source is not None
+    how = {"batch": 1, "block": 8, "vocab": 64, "padded_vocab": 64, "data": "random", **source.settings}
+    assert workload(lambda trial, context: KEPT, **how)["outcome"] == "ok"
+    (tmp_path / "layers.py").write_text("WIDTH = 64")
+    reply = workload(lambda trial, context: KEPT, **how)
+    assert (reply["outcome"], reply["samples"]) == ("interrupted", {})
+    assert reply["reason"] == "mine:make: its code has been changed since the trial was planned; run the command again"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -102,7 +102,7 @@ class Group:
     #: The command-line options of its plans, oldest first.
     asked: tuple[tuple[str, ...], ...] = ((),)
     directory: Path | None = None  # of the first of its runs
-    broken_off: str | None = None  # why its study was given up
+    broken_off: Mapping[str, str] = field(default_factory=dict)  # {id of a configuration: why its study was given up}
 
     def of(self, workload: str) -> tuple[Configuration, ...]:
         return tuple(configuration for configuration in self.configurations if configuration.trial.workload == workload)
@@ -149,15 +149,15 @@ def from_journals(journals: Mapping[str, Journal]) -> Results:
     plans: dict[tuple[str, str], list[Plan]] = {}
     bodies: dict[str, Mapping[str, Any]] = {}
     directories: dict[tuple[str, str], Path | None] = {}
-    broken_off: dict[tuple[str, str], str | None] = {}
+    broken_off: dict[tuple[str, str], str] = {}
     for run, journal in journals.items():
+        broken_off |= journal.broken_off
         for key, planned in _planned(journal).items():
             found = _rows(run, planned, journal)
             plans.setdefault(key, []).extend(reversed(planned))  # title and baseline are the latest plan's
             known = {_measurement(row) for row in rows.setdefault(key, []) if row.record}
             rows[key].extend(row for row in found if _measurement(row) not in known)
             directories.setdefault(key, journal.directory)
-            broken_off[key] = broken_off.get(key) or journal.broken_off
             bodies[key[1]] = journal.environments.get(key[1], {})
     where = environment_labels(bodies)
     groups = tuple(
@@ -174,7 +174,7 @@ def from_journals(journals: Mapping[str, Journal]) -> Results:
             ),
             asked=tuple(dict.fromkeys(p.asked for p in reversed(plans[suite, environment]))),
             directory=directories[suite, environment],
-            broken_off=broken_off[suite, environment],
+            broken_off={cell: why for (cell, where), why in broken_off.items() if where == environment},
         )
         for suite, environment in rows
     )
@@ -261,7 +261,8 @@ def shape_label(problem: Mapping[str, Any]) -> str:
 def _planned(journal: Journal) -> dict[tuple[str, str], list[Plan]]:
     """Return {(suite, environment): its plans, oldest first}: suites as first planned, the newest environment first.
 
-    Of older environments, trials without a record are left out, because a rerun measures them in the newest environment.
+    Of older environments, trials without a record are left out, because a rerun measures them in the newest environment;
+    but not if a merge took them from runs of their own.
     """
     by_suite: dict[str, dict[str, list[Plan]]] = {}
     for plan in journal.plans:
@@ -272,7 +273,9 @@ def _planned(journal: Journal) -> dict[tuple[str, str], list[Plan]]:
         newest, *older = reversed(environments)
         found[suite, newest] = environments[newest]
         for environment in older:
-            plans = [_measured(plan, journal) for plan in environments[environment]]
+            plans = environments[environment]
+            if environment not in journal.merged:
+                plans = [_measured(plan, journal) for plan in plans]
             if any(plan.trials for plan in plans):
                 found[suite, environment] = plans
     return found

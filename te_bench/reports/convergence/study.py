@@ -351,7 +351,9 @@ def _study(group: Group, title: str, configurations: Sequence[Configuration]) ->
         fewer_bits=fewer_bits,
         gpu=group.gpu,
         again=_again(group, configurations, plans),
-        broken_off=None if group.broken_off is None else printable(group.broken_off).rstrip("."),
+        broken_off=next(
+            (printable(why).rstrip(".") for why in (group.broken_off.get(c.id) for c in configurations) if why), None
+        ),
         notes=tuple(dict.fromkeys(notes)),
         unjudged=sum(judged is not None and row.trial.seed not in judged for c in configurations for row in c.rows),
     )

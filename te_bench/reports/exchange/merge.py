@@ -69,6 +69,8 @@ def merge(directories: Sequence[Path], out: Path, *, allow_environment_change: b
     chosen = _choose_runs(runs)
     with Store(out) as store:
         store.copy(_join_lines(runs, chosen))
+        if len(environments := {run.environment for run in runs}) > 1:
+            store.add_merged(environments)
         merged = store.journal
     notes = [
         f"{run.name}: the journal ends in the middle of a line, which is left out" for run in runs if run.journal.torn
