@@ -790,6 +790,16 @@ def test_the_power_that_a_plan_is_refused_by_is_the_one_that_its_table_prints(co
     assert (done.code, int(printed) >= 80) == (0, True)
 
 
+def test_gaps_of_a_small_margin_have_two_figures_and_one_round_is_no_rounds(command):
+    pool = ("plan", "convergence", "--preset", "cpu-pool", "--device", "cpu")
+    said = plainly(command(*pool, "--margin", "0.0001").out)
+    assert "rounds runs CPU h 0 0.000033 0.00005 4 27" in said
+    assert "half the margin, 0.00005 nat, 0% of such studies" in said
+    done = command(*pool, "--seeds", 1)
+    assert "The design: 1 round, each of one run" in done.out
+    assert "1 round would show both" in done.err
+
+
 def test_an_alpha_too_small_for_any_claim_is_refused_with_what_it_would_take(command):
     done = command("plan", *CONVERGENCE[:3], "--preset", "cpu", "--alpha", "0.00001")
     assert (done.code, "It takes a larger --alpha; " in done.err) == (2, True), done.err

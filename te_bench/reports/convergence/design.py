@@ -24,6 +24,7 @@ from te_bench.reports.convergence.prediction import (
     GAPS,
     Option,
     Prediction,
+    counted,
     measured,
     power_table,
     warn_of_half,
@@ -172,8 +173,8 @@ class Design(Prediction):
             ways.append(f"runs that vary by {largest} (sd) or less, not {sd:.2g}")
         ways = ways or [f"{FEWEST} rounds or more"]
         return (
-            f"{self.rounds} rounds would show both a recipe and A/A to be EQUIVALENT within {self.margin:g} nat, at a true "
-            f"gap of 0, with a power of {self.power(self.rounds):.0%} only, by the planned spread. It takes "
+            f"{counted(self.rounds, 'round')} would show both a recipe and A/A to be EQUIVALENT within {self.margin:g} nat, "
+            f"at a true gap of 0, with a power of {self.power(self.rounds):.0%} only, by the planned spread. It takes "
             f"{', or '.join(ways)}; te-bench run begins such a run only with --underpowered"
         )
 
@@ -219,9 +220,9 @@ class Design(Prediction):
         bf16, looks = self.ratio * self.rounds, ", ".join(map(str, pooled.looks(max(self.rounds, FEWEST))))
         what = "pilot" if self.pilot else "design"
         said = [
-            f"The {what}: {self.rounds} rounds, each of one run of every recipe ({self.recipes}) and {self.ratio} of "
-            f"bf16, of which one is an ulp away: {bf16} bf16 runs, {self.rounds} of a recipe, {self.planned.runs} in all"
-            + (" with the planted fault's" if self.broken else ""),
+            f"The {what}: {counted(self.rounds, 'round')}, each of one run of every recipe ({self.recipes}) and "
+            f"{self.ratio} of bf16, of which one is an ulp away: {bf16} bf16 runs, {self.rounds} of a recipe, "
+            f"{self.planned.runs} in all" + (" with the planted fault's" if self.broken else ""),
         ]
         if self.pilot:
             said.append("  only the spread of its losses is shown; te-bench plan with --pilot DIR then uses it")

@@ -17,7 +17,7 @@ from te_bench.reports.convergence.design import trial_seconds
 from te_bench.reports.convergence.earlier_runs import EarlierRuns, family, first_plan
 from te_bench.reports.convergence.planning import Outlook, Prospect, Spread
 from te_bench.reports.convergence.power import power, two_figures
-from te_bench.reports.convergence.prediction import Option, Prediction, measured, power_table, warn_of_half
+from te_bench.reports.convergence.prediction import Option, Prediction, counted, measured, power_table, warn_of_half
 from te_bench.reports.convergence.study import scope_of
 
 _SEEDS = (3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 65, 80, 100)  # of the table
@@ -79,18 +79,17 @@ class Forecast(Prediction):
             ways += [f"--margin {two_figures(least, math.ceil)}"]
             ways += [f"gaps that vary by {largest} (sd) or less, not {sd:.2g}"]
         ways = ways or ["a larger --alpha"]
-        seeds = f"{outlook.seeds} seed{'s' * (outlook.seeds > 1)}"
         return (
-            f"{seeds} would show both a recipe and A/A to be EQUIVALENT within {outlook.margin:g} nat, at a true gap of 0, "
-            f"with a power of {outlook.chance(outlook.seeds):.0%} only ({_source(outlook.spread)}; 80 % bound, "
-            f"alpha {outlook.decisive.alpha:.3g}). It takes {', or '.join(ways)}; te-bench run begins such a run only "
-            "with --underpowered"
+            f"{counted(outlook.seeds, 'seed')} would show both a recipe and A/A to be EQUIVALENT within {outlook.margin:g} "
+            f"nat, at a true gap of 0, with a power of {outlook.chance(outlook.seeds):.0%} only "
+            f"({_source(outlook.spread)}; 80 % bound, alpha {outlook.decisive.alpha:.3g}). It takes {', or '.join(ways)}; "
+            "te-bench run begins such a run only with --underpowered"
         )
 
     def sentences(self) -> list[str]:
         """Return the forecast in words, one line each; details are indented."""
         outlook = self.outlook
-        said = [f"What {self.seeds} seed{'s' * (self.seeds > 1)} can conclude, margin {self.margin:g} nat:"]
+        said = [f"What {counted(self.seeds, 'seed')} can conclude, margin {self.margin:g} nat:"]
         if self.scope is not None:
             said += self._of_branches()
         if self.pilot:
