@@ -17,7 +17,7 @@ from te_bench.experiments.measurement import Unsupported
 from te_bench.experiments.spec import OWN_ATTENTION, Trial
 from te_bench.models import grouped_gemm
 from te_bench.models import recipe as recipes
-from te_bench.models.adopted import Adopted
+from te_bench.models.adopted import PROBE_BATCH, Adopted
 from te_bench.training.parallel import SINGLE
 from te_bench.training.step import TrainStep
 from te_bench.training.undisturbed import buffers_kept
@@ -115,7 +115,7 @@ def draws(trial: Trial, inputs: Tensor, targets: Tensor) -> bool:
         for seed in (1, 2):
             torch.manual_seed(seed)
             with buffers_kept(model):
-                losses.append(model(inputs[:1], targets[:1]).item())
+                losses.append(model(inputs[:PROBE_BATCH], targets[:PROBE_BATCH]).item())
     return not _same(*losses)
 
 
@@ -155,11 +155,12 @@ def _require_same_loss(model: Adopted, inputs: Tensor, targets: Tensor, parts: l
     generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
 
     def losses_of(attempt: int) -> list[float]:
-        found, one = [], slice(attempt % len(inputs), attempt % len(inputs) + 1)
+        first = attempt % max(1, len(inputs) - PROBE_BATCH + 1)
+        found, few = [], slice(first, first + PROBE_BATCH)
         for seed in (2 * attempt, 2 * attempt + 1):
             torch.manual_seed(seed)
             with buffers_kept(model):
-                found.append(model(inputs[one], targets[one]).item())
+                found.append(model(inputs[few], targets[few]).item())
         return found
 
     with (

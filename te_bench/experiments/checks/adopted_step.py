@@ -36,7 +36,7 @@ from te_bench.experiments.problems import StepProblem, world_of
 from te_bench.experiments.spec import OWN_ATTENTION, Trial
 from te_bench.models import adopted
 from te_bench.models import recipe as recipes
-from te_bench.models.adopted import Adopted
+from te_bench.models.adopted import PROBE_BATCH, Adopted
 from te_bench.models.checkpointing import blocks_of
 from te_bench.training import compiled_blocks
 from te_bench.training.parallel import SINGLE
@@ -296,8 +296,8 @@ def _noise(name: str, errors: list[float], truth: Gradients) -> float:
 def first_pass(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor) -> None:
     """Run an eager forward pass of a micro-batch, which counts FP8 GEMMs.
 
-    Raises Unsupported if the model's attention has no such kernel, or if the pass calls none of the blocks that are
-    checkpointed or compiled.
+    Raises Unsupported if the model's attention has no such kernel, if the pass calls none of the blocks that are
+    checkpointed or compiled, and if a micro-batch has fewer sequences than the model can pass.
     """
     model, one = model_of(step), max(1, len(inputs) // step.optim.accumulate)
     with warnings.catch_warnings(record=True) as said:
@@ -312,17 +312,35 @@ def first_pass(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor) -
                 model(inputs[:one], targets[:one])
         except RuntimeError as error:
             if NO_KERNEL not in str(error):
+                _require_enough(trial, one, error)
                 raise
             reasons = " ".join(filter(None, (_reason(str(warning.message)) for warning in said)))
             raise Unsupported(
                 f"{trial.attention}: this model's attention cannot have that kernel: {reasons or 'PyTorch does not say why'}"
             ) from None
+        except ValueError as error:  # a batch norm's
+            _require_enough(trial, one, error)
+            raise
     if model.changed is not None:
         _require_fp8_of_rival(trial, model)
     elif trial.recipe is not None and not model.gemms:
         kept = () if model.conversion is None else model.conversion.kept
         why = "; ".join(dict.fromkeys(layer.reason for layer in kept if layer.parameters)) or "it has none"
         raise Unsupported(f"fp8: te.convert finds no Linear of it that FP8 could compute: {why}")
+
+
+def _require_enough(trial: Trial, rows: int, error: Exception) -> None:
+    """Raise Unsupported if a pass of so few sequences failed, for planning has passed PROBE_BATCH."""
+    if rows >= PROBE_BATCH:
+        return
+    p = StepProblem.of(trial)
+    assert p.source is not None
+    way = f"take --batch {PROBE_BATCH} or more"
+    if p.batch != 1:
+        way = "the check's float64 has memory for no more: take fewer --tokens or a smaller model"
+    raise Unsupported(
+        f"{p.source.model}: a pass of one sequence raised {type(error).__name__}: {error}; {way}"
+    ) from error
 
 
 @contextlib.contextmanager

@@ -129,6 +129,18 @@ class Filled(Model):  # as XGLM, with a number of the dtype's in a tensor of no 
         return torch.maximum(x, torch.full((), torch.finfo(x.dtype).min))
 
 
+class Normed(Model):  # over the sequences of a batch, of which one has no variance
+    def __init__(self):
+        super().__init__(True)
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, tokens, targets):
+        x = self.embedding(tokens).mean(1)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)), targets[:, 0])
+
+
 def bare():
     return nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64))
 """
@@ -148,6 +160,21 @@ def trial_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         attention="own",
     )
     sys.modules.pop("checkpointed_blocks", None)
+
+
+@pytest.mark.parametrize(("precision", "recipe"), [("fp32", None), ("bf16", None), ("fp8", "delayed_scaling")])
+def test_a_model_that_cannot_pass_one_sequence_is_checked(precision, recipe, trial_of) -> None:
+    trial = replace(trial_of("Normed").with_(checkpointing=None, batch=16), precision=precision, recipe=recipe)
+    step, check = adopted_step.begin(trial, *train_step.random_batches(trial)[0])
+    assert {q["name"] for q in check["quantities"]} >= {"loss", "grad module.norm.weight"}
+    assert step.model.get_buffer("module.norm.num_batches_tracked") == 0
+
+
+def test_one_sequence_that_a_model_cannot_pass_is_refused_with_what_to_do(trial_of: Any) -> None:
+    trial = trial_of("Normed").with_(checkpointing=None, batch=1, accumulate=2)
+    said = "^checkpointed_blocks:Normed: a pass of one sequence raised ValueError: Expected more than 1 value.*; "
+    with pytest.raises(Unsupported, match=f"{said}take --batch 2 or more$"):
+        adopted_step.begin(trial, *train_step.random_batches(trial)[0])
 
 
 def test_blocks_that_are_called_pass(trial_of: Any) -> None:
