@@ -18,6 +18,7 @@ from te_bench.experiments.spec import OWN_ATTENTION, Trial
 from te_bench.models import grouped_gemm
 from te_bench.models import recipe as recipes
 from te_bench.models.adopted import PROBE_BATCH, Adopted
+from te_bench.models.families import IGNORED
 from te_bench.training.parallel import SINGLE
 from te_bench.training.step import TrainStep
 from te_bench.training.undisturbed import buffers_kept
@@ -75,7 +76,7 @@ def reference(
     elif trial.recipe is not None:
         _emulate(model, converted, recipes.load(trial.recipe), trial.seed)
         for head in model_of(step).fp8_heads:
-            scale = HEAD_SCALE * targets.numel()
+            scale = HEAD_SCALE * counted(targets)
             in_fp8 = recipes.Float8CurrentScaling()
             emulate(model.get_submodule(head), in_fp8, seed=trial.seed, gradient_scale=scale)
     if not exact:
@@ -106,6 +107,11 @@ def _plain(trial: Trial) -> Adopted:
     as_it_is = {name: value for name, value in trial.problem.items() if name not in CHANGES}
     plain = dataclasses.replace(trial, attention=OWN_ATTENTION, recipe=None, problem=as_it_is)
     return trial_model.adopted_of(plain, kernel="math")
+
+
+def counted(targets: Tensor) -> int:
+    """Return how many targets count."""
+    return int((targets != IGNORED).sum())
 
 
 def draws(trial: Trial, inputs: Tensor, targets: Tensor) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from te_bench.experiments import trial_model
 from te_bench.experiments.checks import constants, large, rounding, routes, seeds, update
-from te_bench.experiments.checks.adopted_reference import draws, model_of, reference, turned_of
+from te_bench.experiments.checks.adopted_reference import counted, draws, model_of, reference, turned_of
 from te_bench.experiments.checks.function_modes import Kinks
 from te_bench.experiments.checks.gradients import (
     EMULATION,
@@ -38,6 +38,7 @@ from te_bench.models import adopted
 from te_bench.models import recipe as recipes
 from te_bench.models.adopted import PROBE_BATCH, Adopted
 from te_bench.models.checkpointing import blocks_of
+from te_bench.models.families import IGNORED
 from te_bench.training import compiled_blocks
 from te_bench.training.parallel import SINGLE
 from te_bench.training.step import CannotCapture, TrainStep, autocast
@@ -158,18 +159,39 @@ def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[
     _settle(trial, step, inputs, targets)  # what is timed goes on with these scales
     with constants.moved(step, trial.seed, leave=turned_of(step)):
         quantities = over_batches(
-            _quantities(trial, step, inputs, targets, kinks),
+            _quantities(trial, step, inputs, _partly_ignored(step, targets), kinks),
             step,
-            lambda number: _quantities(trial, step, *another_batch(trial, number, len(inputs)), kinks),
+            lambda number: _of_another_batch(trial, step, number, len(inputs), kinks),
         )
     p = StepProblem.of(trial)
     words = ["math attention", "fp64", "same weights"]
     words += ["without dropout"] if not own else []
+    words += ["a quarter of the targets ignored"] if _partly_ignored(step, targets) is not targets else []
     words += [f"no row apart, for {' and '.join(sorted(kinks.found))} has a kink"] if kinks.found else []
     words += [] if p.layers is None else [f"both with {p.layers} of the model's layers"]
     words += [] if len(inputs) == rows else [f"both of {len(inputs)} of {rows} sequences"]
     check = update.checked(judge(", ".join(words), quantities), step, inputs, targets)
     return step, check, own
+
+
+def _of_another_batch(trial: Trial, step: TrainStep, number: int, rows: int, kinks: Kinks) -> list[Quantity]:
+    inputs, targets = another_batch(trial, number, rows)
+    return _quantities(trial, step, inputs, _partly_ignored(step, targets), kinks)
+
+
+def _partly_ignored(step: TrainStep, targets: Tensor) -> Tensor:
+    """Return the targets with a quarter of each sequence's ignored, where the model allows it and enough others are left.
+
+    Not the same quarter of every sequence, but as many of each: micro-batches, which average their own, weigh the same.
+    """
+    length = targets.shape[-1]
+    few = length // 4
+    left = targets.numel() - few * len(targets)
+    if not model_of(step).made.ignores or targets.dim() != 2 or step.parallel is not SINGLE or left < ENOUGH_AT_KINK:
+        return targets
+    begins = few * torch.arange(len(targets), device=targets.device)[:, None]
+    places = torch.arange(length, device=targets.device)
+    return targets.masked_fill((places - begins) % length < few, IGNORED)
 
 
 def _settle(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor) -> None:
@@ -192,7 +214,7 @@ def _quantities(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, 
         gc.collect()  # a model by parts refers to itself: its weights would stay beside the yardstick's
     library = reference(trial, step, inputs, targets, trial.precision, parts, taken)
     step.parallel.of_all(None)  # wait for the slowest rank
-    found = _held(trial, targets.numel(), ours, library, truth, kinks)
+    found = _held(trial, counted(targets), ours, library, truth, kinks)
     wrong = [name for name in truth.of if any(q.wrong and q.name.split(", ")[0] == f"grad {name}" for q in found)]
     # A single pass tells no limit of one number's scale: the norm of the error says whether it may be rounding.
     norms = [q for q in found if q.wrong and not q.name.endswith((", scale", ", worst row"))]
@@ -207,7 +229,7 @@ def _quantities(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, 
                 for precision in (trial.precision, "fp64")
             )
             more.append(truth.with_errors(rounded, exact, wrong))
-        found = _held(trial, targets.numel(), ours, library, truth, kinks, more)
+        found = _held(trial, counted(targets), ours, library, truth, kinks, more)
     trial_model.allow_tf32(trial.precision)  # the references set it for themselves
     return found
 
