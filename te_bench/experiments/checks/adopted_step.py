@@ -186,8 +186,12 @@ def _partly_ignored(step: TrainStep, targets: Tensor) -> Tensor:
     """
     length = targets.shape[-1]
     few = length // 4
-    left = targets.numel() - few * len(targets)
-    if not model_of(step).made.ignores or targets.dim() != 2 or step.parallel is not SINGLE or left < ENOUGH_AT_KINK:
+    left = counted(targets) - few * len(targets)
+    of_tokens = targets.dim() == 2 and not targets.is_floating_point()
+    legal = model_of(step).made.ignores and of_tokens and step.parallel is SINGLE
+    if (
+        not legal or left < ENOUGH_AT_KINK or counted(targets) < targets.numel()
+    ):  # the user's --inputs ignore some already
         return targets
     begins = few * torch.arange(len(targets), device=targets.device)[:, None]
     places = torch.arange(length, device=targets.device)
