@@ -84,12 +84,17 @@ def faults(made: Compiled, of_a_tile: int = 0) -> list[str]:
 
 def loops(kernel: Compiled) -> list[list[str]]:
     """The innermost loops with products: from an address to the branch back to it, waits that stand elsewhere included."""
+    return _innermost(kernel, lambda lines: any("GMMA" in line for line in lines))
+
+
+def _innermost(kernel: Compiled, is_loop: Callable[[list[str]], bool]) -> list[list[str]]:
+    """Of the lines from an address to a branch back to it, those that are a loop and hold no other."""
     lines, found = kernel.sass.splitlines(), list[tuple[int, int]]()
     place = {int(re.findall(r"/\*([0-9a-f]+)\*/", line)[0], 16): at for at, line in enumerate(lines)}
     for at, line in enumerate(lines):
         back = re.search(r"\bBRA\b.*?(0x[0-9a-f]+) ;", line)
         to = place.get(int(back[1], 16), at + 1) if back else at + 1
-        if to <= at and any("GMMA" in x for x in lines[to:at]):
+        if to <= at and is_loop(lines[to:at]):
             found.append((to, at))
     inner = [(a, b) for a, b in found if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in found)]
     return [lines[a : b + 1] for a, b in inner]
@@ -100,16 +105,8 @@ def spilled_in_loops(kernel: Compiled) -> int:
 
     A branch back across the program's end comes from a wait that stands elsewhere, and makes no loop.
     """
-    lines = kernel.sass.splitlines()
-    place = {int(re.findall(r"/\*([0-9a-f]+)\*/", line)[0], 16): at for at, line in enumerate(lines)}
-    found = []
-    for at, line in enumerate(lines):
-        back = re.search(r"\bBRA\b.*?(0x[0-9a-f]+) ;", line)
-        to = place.get(int(back[1], 16), at + 1) if back else at + 1
-        if to <= at and not count(lines[to:at], r"\b(EXIT|RET)\b"):
-            found.append((to, at))
-    inner = [(a, b) for a, b in found if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in found)]
-    return sum(count(lines[a : b + 1], r"\b(STL|LDL)\b") for a, b in inner)
+    inner = _innermost(kernel, lambda lines: not count(lines, r"\b(EXIT|RET)\b"))
+    return sum(count(loop, r"\b(STL|LDL)\b") for loop in inner)
 
 
 def count(loop: list[str], instruction: str) -> int:

@@ -32,7 +32,6 @@ def quicken() -> None:
         interpreter._patch_attr = _called_straight(interpreter)
     core, semantic = interpreter.tl.core, interpreter.TritonSemantic
     for of, name, quick in (
-        (core, "_unwrap_if_constexpr", _by_type(core)),
         (core.dtype, "__eq__", _if_not_itself),
         (core.block_type, "__init__", _type_of_known_shape(core)),
         (core.tensor, "__init__", _tensor_of_known_shape),
@@ -169,23 +168,6 @@ def _tensor_of_known_shape(right: Any) -> Any:
         self.shape, self.numel = known[sizes]
 
     return init
-
-
-def _by_type(core: Any) -> Any:
-    """_unwrap_if_constexpr, which looks for three kinds of lists first."""
-    constexpr = core.constexpr
-    plain = {core.tensor, core.dtype, core.pointer_type, core.block_type, int, float, bool, str, type(None)}
-
-    def quick(right: Any) -> Any:
-        def unwrap(o: Any) -> Any:
-            kind = type(o)
-            if kind is constexpr:
-                return o.value
-            return o if kind in plain else right(o)
-
-        return unwrap
-
-    return quick
 
 
 def _if_not_itself(right: Any) -> Any:

@@ -139,7 +139,7 @@ def test_an_h200_with_a_llama_decides_by_the_published_records(visit: Visit) -> 
     assert f"Memory: {memory} instead of {memory_now} GiB. Predicted: " in said
     assert f"Measured: {step} ms a step." in said
     assert "Convergence: no study has judged this step. GPT-2 124M with an FP8 head, 100 M tokens: 0.00" in said
-    assert "A pilot tells in 19 GPU minutes how many seeds your model takes: te-bench run" in said
+    assert "A pilot tells in 15 GPU minutes how many seeds your model takes: te-bench run" in said
     seconds = [
         [
             record.samples["latency_s"]

@@ -166,15 +166,6 @@ def test_types_compare_and_are_laid_out_as_tritons_own(one: Any) -> None:
         assert array(kind) == array.__wrapped__(kind)
 
 
-VALUES = [3, 0.5, True, "a", None, tl.float32, tl.constexpr(3), tl.constexpr([tl.constexpr(3)]), (1, tl.constexpr(2))]
-
-
-@pytest.mark.parametrize("value", [*VALUES, [tl.constexpr(1)], tl.core.tuple([tl.constexpr(1), 2]), tl], ids=str)
-def test_a_constant_is_unwrapped_as_by_tritons_own(value: Any) -> None:
-    unwrap = tl.core._unwrap_if_constexpr
-    assert done(unwrap, value) == done(unwrap.__wrapped__, value)
-
-
 def test_a_compiler_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """It shares classes with the interpreter, which a module may import where kernels are compiled."""
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)

@@ -348,7 +348,6 @@ class Run:
         return sorted(waiting, key=lambda prediction: prediction.seconds)
 
     def _verified(self, predictions: Mapping[Choice, Prediction]) -> int:
-        """Return how many predicted steps have been measured."""
         return sum(choice in predictions and choice not in self.question.frames for choice in self.steps)
 
     def _verify(self, predictions: Mapping[Choice, Prediction], *, repeated: bool, first: bool) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from te_bench import plugins
 from te_bench.experiments import run_options, suite_trials
-from te_bench.experiments.adoption import ALL, CHUNKED, PER_BLOCK, Adoptee, adoptee, without_rivals
+from te_bench.experiments.adoption import ALL, CHUNKED, OPTIMIZER, PER_BLOCK, Adoptee, adoptee, without_rivals
 from te_bench.experiments.problems import Settings
 from te_bench.experiments.spec import NO_ATTENTION, OWN_ATTENTION, Options, Trial
 from te_bench.models import rivals
@@ -15,7 +15,6 @@ from te_bench.models.configs import configs
 from te_bench.reports.analysis import naming
 
 FP8_HEAD = "fp8"
-OPTIMIZER = "triton"  # of te-bench's own steps
 WHOLE = ("compile", "compile-reduce-overhead")  # modes that compile a whole model
 COMPILED = (PER_BLOCK, *WHOLE)
 LENGTH = 1024  # tokens of a sequence of a user's model, if neither the model nor --tokens gives them
@@ -113,7 +112,7 @@ class Choice:
         return {
             "recipe": "" if self.rival else naming.recipe_name(self.recipe),
             "attention": "" if silent else naming.attention_name(self.attention),
-            "head": naming.BF16_HEAD if self.parts and self.head else naming.HEADS[self.head] if self.head else "",
+            "head": run_options.BF16_HEAD if self.parts and self.head else naming.HEADS[self.head] if self.head else "",
             "fused": "fused blocks and AdamW" if self.fused else "",
             "padded": "padded vocabulary" if self.padded else "",
             "accumulate": f"{self.accumulate} micro-batches" if self.accumulate > 1 else "",
@@ -334,7 +333,7 @@ def _of_users(options: Options, own: Adoptee, capability: tuple[int, int] | None
         text=own.facts.text,
         logits=own.facts.logits,
         left_out=left_out,
-        optimizer=OPTIMIZER if own.facts.float32 else None,
+        optimizer=own.optimizer,
     )
 
 

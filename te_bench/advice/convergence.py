@@ -52,23 +52,24 @@ def in_words(question: Question, choice: Choice, seconds: float, *, beside: bool
         )
     if choice.rival:
         said += f"; te-bench's {recipe_name(choice.recipe)} has the same arithmetic"
-    cost, pilot = _hours(question, choice, seconds), command(question, choice)
-    of = " of the same with an FP8 head" if choice.parts and choice.head else ""  # the suite has no other
-    return f"Convergence: {said}. A pilot{of} tells in {cost} how many seeds your model takes: {pilot}."
+    cost, pilot = _hours(question, seconds), command(question, choice)
+    return f"Convergence: {said}. A pilot tells in {cost} how many seeds your model takes: {pilot}."
 
 
 def command(question: Question, choice: Choice) -> str:
-    """Return the command of a pilot: no record shows how far runs of the user's model vary, or how many seeds it takes."""
+    """Return the command of a pilot of this step alone.
+
+    No record shows how far runs of the user's model vary, or how many seeds it takes.
+    """
     said = f"te-bench run convergence --preset gpt2-short {question.said} --recipes {choice.recipe}"
-    return f"{said}{' --fused' if _has_fused_kernels(choice) else ''} --as-pilot"
+    fused = f" --fused --head {'fp8' if choice.fp8_head else 'bf16'}" if _has_fused_kernels(choice) else ""
+    return f"{said}{fused} --as-pilot"
 
 
 def _has_fused_kernels(choice: Choice) -> bool:
     return bool(choice.fused or choice.parts)
 
 
-def _hours(question: Question, choice: Choice, seconds: float) -> str:
-    # --fused adds arms: te-bench's kernels in a user's model, or the fused step with either head.
-    arms = ARMS + (1 if choice.parts else 2 if choice.fused else 0)
-    spent = arms * PILOT * (STEPS * BATCH_TOKENS / question.tokens * seconds + BESIDE_STEPS_S)
+def _hours(question: Question, seconds: float) -> str:
+    spent = ARMS * PILOT * (STEPS * BATCH_TOKENS / question.tokens * seconds + BESIDE_STEPS_S)
     return f"{spent / 3600:.2g} GPU hours" if spent >= 3600 else f"{max(1, round(spent / 60))} GPU minutes"

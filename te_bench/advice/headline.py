@@ -89,7 +89,6 @@ def _have(ours: Sequence[Answer]) -> str:
 
 
 def _where(ours: Iterable[Answer]) -> str:
-    """Return the GPUs that the journals name."""
     journals = [load(one.folder) for one in ours if written(one.folder)]
     gpus = {identity(known).get("gpu") for journal in journals for known in journal.environments.values()}
     return "".join(f", {gpu}" for gpu in sorted(filter(None, gpus)))

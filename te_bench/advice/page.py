@@ -218,7 +218,6 @@ def _problem(part: Part) -> str:
 
 
 def _verified(evidence: Evidence) -> Table | None:
-    """Return the table of all measured steps, with their predictions."""
     rows = []
     counted = any(of_processes(records, "energy_j") for records in evidence.steps.values())
     for choice in sorted(evidence.steps, key=lambda choice: typical(evidence.steps[choice])):

@@ -161,7 +161,6 @@ def _recorded(out: Path | None, others: Sequence[str | bool | None]) -> "Journal
 
 
 def _asked(journal: "Journal") -> "list[Plan]":
-    """Return the plans of advice, the newest last."""
     from te_bench.experiments.spec import ADVICE
 
     return [plan for plan in journal.plans if plan.suite == ADVICE]

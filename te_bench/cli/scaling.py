@@ -222,7 +222,6 @@ def _worlds(world: int, gpus_per_node: int, tp: int) -> list[int]:
 def _one_gpu(
     model: str, work: "Work", gpu: str, measured: Path | None, only: str | None, tflops: float | None
 ) -> "tuple[Rate, str]":
-    """Return the speed of one GPU and its source."""
     from te_bench.experiments.scaling import layout, one_gpu
 
     precision = work.precision

@@ -46,7 +46,6 @@ def _rivals() -> str:
 
 
 def _runs() -> str:
-    """Name the most recent folders."""
     journals = [path for name in (store.JOURNAL, store.PACKED) for path in RUNS.glob(f"*/{name}")]
     latest = sorted(journals, key=lambda path: path.stat().st_mtime, reverse=True)
     named = ", ".join(str(path.parent) for path in latest[:LATEST])

@@ -22,6 +22,7 @@ OURS = {"head": "heads", "blocks": "fused blocks"}
 LADDERS = ("speed", "nanogpt")  # suites that ask for the fastest step
 ALL = "all"  # parts of te.convert
 CHUNKED = "chunked"  # the head in bf16, also of a user's model whose parts are in FP8
+OPTIMIZER = "triton"  # of te-bench's own steps
 PER_BLOCK = "compile-blocks"  # torch.compile's users compile a model so, and torchao's
 CONVERTED = ("bf16", "fp8")  # precisions that the parts support
 
@@ -37,6 +38,11 @@ class Adoptee:
     def attentions(self) -> tuple[str, ...]:
         """The backends that can replace the model's scaled_dot_product_attention; none if the model does not call it."""
         return (*([MANUAL] if self.facts.manual else []), *PINNED) if self.facts.sdpa else ()
+
+    @property
+    def optimizer(self) -> str | None:
+        """The optimizer, in kernels.adamw, of captured steps with te.convert's parts; None: torch's fused AdamW."""
+        return OPTIMIZER if self.facts.float32 else None
 
 
 def adoptee(options: Options) -> Adoptee | None:
@@ -100,7 +106,8 @@ def _adapted(trial: Trial, own: Adoptee) -> list[Trial]:
     p = trial.problem
     if p.get("rival") or p.get("linears"):
         return []
-    problem = {key: value for key, value in p.items() if key not in OURS}
+    bf16_head = p.get("parts") and p.get("head") == CHUNKED
+    problem = {key: value for key, value in p.items() if key not in OURS or (key == "head" and bf16_head)}
     vocab = {"vocab": own.facts.vocab, "padded_vocab": own.facts.vocab}
     adapted = dataclasses.replace(trial, attention=OWN_ATTENTION, problem={**problem, **own.source.settings, **vocab})
     if trial.attention not in own.attentions or _is_arm(trial):
@@ -161,7 +168,7 @@ def _is_arm(trial: Trial) -> bool:
 
 
 def _left_out(trials: Iterable[Trial]) -> list[str]:
-    steps = [trial for trial in trials if is_step(trial)]
+    steps = [trial for trial in trials if is_step(trial) and "parts" not in trial.problem]
     found = [words for key, words in OURS.items() if any(trial.problem.get(key) for trial in steps)]
     if any(trial.problem["padded_vocab"] != trial.problem["vocab"] for trial in steps):
         found.append("a padded vocabulary")

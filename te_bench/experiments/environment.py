@@ -118,13 +118,11 @@ def of_times(machine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kernels() -> tuple[str, ...]:
-    """Return the packages of KERNELS and of rivals."""
     of_rivals = (package for name in rivals.names() for package in rivals.load(name).packages)
     return tuple(dict.fromkeys((*KERNELS, *of_rivals)))
 
 
 def _versions(packages: Sequence[str]) -> dict[str, str]:
-    """Return {package: version} of those that are installed."""
     return {name: version for name in packages if (version := _version(name))}
 
 

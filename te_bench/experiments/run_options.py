@@ -26,6 +26,8 @@ WHOLE = "float32"  # the default of --weights and --states; may be given, and ch
 #: Settings by which options change the trials that a convergence study judges.
 JUDGED = ("blocks", "optimizer", "head", "weights", "states", "bf16_from")
 
+BF16_HEAD = "head in bf16"  # beside te.convert's parts in FP8, which have the head in FP8
+
 # Checks raise ValueError, naming the flag, for a value that no suite can obey.
 
 
@@ -289,6 +291,12 @@ class Options:
         bool,
         unheeded="chooses its kernels itself",
     )
+    head: str | None = _option(
+        "With --fused: judge only the fused step with this head, bf16 or fp8, and no plain modules.",
+        str,
+        check=lambda flag, value: plugins.check(flag, value, ["bf16", "fp8"]),
+        unheeded="chooses its heads itself",
+    )
     share: int | None = _option(
         "Trials at a time on each GPU, for suites that judge losses and no times.",
         check=between(1, 16),
@@ -453,6 +461,8 @@ def shown(settings: Mapping[str, Any], *, in_fp8: bool = False) -> str:
         said.append("FP8 head")
     elif settings.get("blocks") and in_fp8:
         said.append("bf16 head")
+    elif settings.get("parts") and settings.get("head"):
+        said.append(BF16_HEAD)
     said += [f"bf16 from step {settings['bf16_from']:,}"] if settings.get("bf16_from") else []
     return "".join(f", {word}" for word in (*said, *fewer_words(settings)))
 

@@ -257,7 +257,6 @@ def _no_way(p: StepProblem, rival: Rival) -> str | None:
 
 
 def _no_blocks(trial: Trial, config: DecoderConfig, machine: dict[str, Any]) -> str | None:
-    """Return why the trial's blocks cannot be fused, or None."""
     if config.dropout:
         return f"dropout {config.dropout}: no fused kernel has it"
     if not decoder.family(config).says_parts():

@@ -158,7 +158,6 @@ def _sizes(text: str, **sizes: str) -> dict[str, int]:
 
 
 def _settings(shape: GemmShape) -> Settings:
-    """Return the settings of a shape that are not at their default."""
     fp8 = shape.scales is not None
     return {name: v for name, v in dataclasses.asdict(shape).items() if v is not None and (fp8 or name != "fast_accum")}
 
@@ -174,7 +173,6 @@ def _epilogue_defaults(cuda: bool) -> list[Settings]:
 
 
 def _shipped() -> list[Settings]:
-    """Return the shapes of the installed table."""
     return [_settings(shape) for shape in dict.fromkeys(row.problem for row in measured.read(measured.SHIPPED, "gemm"))]
 
 

@@ -109,8 +109,6 @@ def _command(file: str, name: str, table: Any) -> Command:
 
 @dataclass(frozen=True, slots=True)
 class _Taker:
-    """Take typed values from a table."""
-
     file: str
     table: Mapping[str, Any]
     prefix: str = ""

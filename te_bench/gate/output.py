@@ -115,7 +115,6 @@ def _percent(share: float) -> str:
 
 
 def _named(gate: Gate, name: str) -> str:
-    """Return the plain name of a trial or a finding, where it has one."""
     return gate.plain.get(name, name)
 
 
@@ -132,7 +131,6 @@ def _shorten(names: Mapping[str, str], limit: int) -> dict[str, str]:
 
 
 def _count_shared(words: Sequence[Sequence[str]]) -> int:
-    """Return the number of words that all lists begin with."""
     return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, zip(*words, strict=False)))
 
 

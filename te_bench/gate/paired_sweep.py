@@ -173,7 +173,15 @@ def run_round(
         one.store.add_environment(one.machine)
         listed = planned.trials[one.name] if number == 0 else chosen[one.name]
         trials = [as_recorded(replace(as_known(trial), seed=number)) for trial in listed.values()]
-        one.store.add_plan(_plan_to_store(one, planned, processes.question, trials))
+        plan = Plan(
+            suite=processes.question.suite,
+            title=planned.title,
+            environment=one.environment,
+            trials=tuple(trial.to_json() for trial in trials),
+            baseline=planned.baseline,
+            started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        one.store.add_plan(plan)
     with _train_beside(processes, chosen, report) as trained:
         order = [cell for cell in dict.fromkeys(c for found in chosen.values() for c in found) if cell not in trained]
         places = list(dict.fromkeys(cell for found in planned.trials.values() for cell in found))
@@ -298,14 +306,3 @@ def _collect_answers(processes: Sequence[RevisionProcess]) -> list[Any]:
     if refusals:
         raise refusals[0]
     return answers
-
-
-def _plan_to_store(one: Revision, planned: PairedPlan, question: Question, trials: Sequence[Trial]) -> Plan:
-    return Plan(
-        suite=question.suite,
-        title=planned.title,
-        environment=one.environment,
-        trials=tuple(trial.to_json() for trial in trials),
-        baseline=planned.baseline,
-        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
-    )

@@ -77,7 +77,9 @@ def run(question: Question, directory: Path, machine: dict[str, Any], *, say: Ca
             _begin(directory, stores, known)
             if all(store.journal.records for store in stores):
                 return _judge_stored(question, directory, commits, known, str(error))
-            gate = _gate_of_unrunnable(question, commits, str(error))
+            base, head = _names(question, commits)
+            margin, alpha, findings = question.margin, question.alpha, (_failed(question, str(error)),)
+            gate = Gate(baseline=base, candidate=head, margin=margin, alpha=alpha, findings=findings)
     _write(directory / ANSWER, output.to_json(gate))
     return gate
 
@@ -184,12 +186,6 @@ def _note_budget(gate: Gate, planned: PairedPlan, spent_s: float, part_s: float)
     return [f"{how} would take about {whole} in all: --budget {whole.replace(' ', '')}"]
 
 
-def _gate_of_unrunnable(question: Question, commits: tuple[str, ...], why: str) -> Gate:
-    base, head = _names(question, commits)
-    margin, alpha = question.margin, question.alpha
-    return Gate(baseline=base, candidate=head, margin=margin, alpha=alpha, findings=(_failed(question, why),))
-
-
 def _judge_stored(
     question: Question, directory: Path, commits: tuple[str, ...], known: Mapping[str, Any], why: str
 ) -> Gate:
@@ -275,7 +271,6 @@ def _choose_next(gate: Gate, planned: PairedPlan, cells: Sequence[str]) -> list[
 
 
 def _cells_of(names: Iterable[str], gate: Gate, cells: Iterable[str]) -> list[str]:
-    """Return the cells that the judgements of these names belong to."""
     chosen = {name.removesuffix(suffix) for name in names for suffix in TIMED.values()}
     return [cell for cell in cells if gate.names.get(cell) in chosen]
 

@@ -114,7 +114,6 @@ def run(
 
 
 def _run_gate(question: Question, machine: dict[str, Any], condition: Condition, place: Place) -> dict[str, Any]:
-    """Run one gate and return its answer."""
     began = time.monotonic()
     question = replace(
         question,

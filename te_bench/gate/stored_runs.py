@@ -233,7 +233,6 @@ def _note_order(matches: Sequence[Match]) -> list[str]:
 
 
 def _note_copies(timed: TimedPairs, plain: Mapping[str, str]) -> list[str]:
-    """Say which pairs are ignored because they are copies."""
     return [
         f"{plain[name]}: ignored, because one side repeats the times of an earlier seed: seed{'s' * (len(seeds) > 1)} "
         f"{', '.join(map(str, seeds))}"

@@ -474,6 +474,16 @@ def graph_of(loss: Tensor) -> list[Any]:
     return found
 
 
+def convert_head(module: nn.Module) -> str | None:
+    """Let te.convert replace the module's head and loss. Return the head's name; None unless it replaces exactly one."""
+    try:
+        done = conversion.convert(module, parts="head")
+    except ValueError:  # the module is itself a layer
+        return None
+    names = [part.name for part in done.parts if part.after is not None]
+    return names[0] if len(names) == 1 else None
+
+
 @torch.no_grad()
 def perturb(module: nn.Module, seed: int, ulps: int) -> None:
     """Move every weight to a neighbouring representable value `ulps` times, up or down as drawn by `seed`."""

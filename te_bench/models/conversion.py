@@ -254,7 +254,6 @@ def _find_owners(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _find_te_layers(model: nn.Module) -> Iterator[TeLayer]:
-    """Yield the layers that are te's already."""
     counted: set[int] = set()
     for name, layer in model.named_modules():
         if isinstance(layer, Fp8Module):
@@ -306,7 +305,6 @@ def _kind(layer: nn.Module) -> str | None:
 
 
 def _reason_to_keep(layer: nn.Module, kind: str, name: str, owners: dict[int, list[str]], pad: bool) -> str | None:
-    """Return why a layer must stay, or None."""
     cls = type(layer)
     if parametrize.is_parametrized(layer):
         return "its weight is parametrised (torch.nn.utils.parametrize)"

@@ -296,7 +296,6 @@ class Decoder(nn.Module):
         return why_not_plain(self._blocks(), home)
 
     def _blocks(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield every module that fused blocks bypass."""
         tables = self.tables()
         outside = {self, tables.tokens, tables.positions, tables.head}
         return ((name, module) for name, module in self.named_modules() if module not in outside)

@@ -88,6 +88,7 @@ def _facts(source: Source, tokens: int, built: Callable[[], object]) -> Facts:
         float32=all(p.dtype is torch.float32 for p in made.module.parameters()),
         cls=type(made.module).__name__,
         blocks=checkpointing.expression(made.module),
+        head=adopted.convert_head(made.module) or "",
     )
 
 

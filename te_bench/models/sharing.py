@@ -72,7 +72,6 @@ def _parameter(model: nn.Module, name: str) -> nn.Parameter:
 
 
 def _share(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Register `parameter` under `name`."""
     own = _parameter(model, name)
     if own.shape != parameter.shape:
         raise ValueError(

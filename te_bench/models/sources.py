@@ -77,6 +77,7 @@ class Facts:
     scores: elements of their softmax for one sequence of `tried` tokens. text: it learns from text. manual: it has
     attention of ordinary operators. logits: it maps tokens alone to logits. float32: all trained weights are float32.
     cls: its class's name. blocks: its transformer blocks as an expression of Python on a `model`; "" without blocks.
+    head: the name of the head that te.convert replaces with its loss; "" without one.
     """
 
     vocab: int
@@ -92,6 +93,7 @@ class Facts:
     float32: bool = True
     cls: str = ""
     blocks: str = ""
+    head: str = ""
 
 
 def identify(

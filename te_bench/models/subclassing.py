@@ -27,7 +27,6 @@ class Mixed:
 
 @functools.cache
 def _mixed(origin: Any, *mixins: Any) -> Any:
-    """Return the subclass of `origin` under the same name."""
     names = {key: getattr(origin, key) for key in ("__module__", "__qualname__", "__doc__")}
     return type(origin)(origin.__name__, (*mixins, origin), {**names, "_te_origin": origin, "_te_mixins": mixins})
 

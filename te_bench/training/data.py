@@ -125,7 +125,6 @@ def _make_generator(*words: int) -> np.random.Generator:
 
 
 def _cut_windows(tokens: NDArray[Any], starts: NDArray[np.int64], block: int) -> NDArray[np.int64]:
-    """Return windows (len(starts), block + 1) of tokens, one from each start."""
     return np.stack([tokens[start : start + block + 1] for start in starts]).astype(np.int64)
 
 

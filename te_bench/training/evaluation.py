@@ -272,7 +272,10 @@ def _encode(tokenizer: Tokenizer, passage: str, block: int, number: int) -> tupl
         context, word = split_last_word(passage)
     except ValueError as error:
         raise ValueError(f"passage {number}: {error}") from None
-    whole, before = (_encode_text(tokenizer, text) for text in (context + word, context))
+    whole, before = (
+        np.concatenate([np.empty(0, np.int64), *tokenizer.encode(text)]).astype(np.int64)
+        for text in (context + word, context)
+    )
     length = min(len(whole), len(before))
     same = whole[:length] == before[:length]
     first = length if same.all() else int(same.argmin())
@@ -284,10 +287,6 @@ def _encode(tokenizer: Tokenizer, passage: str, block: int, number: int) -> tupl
             f"passage {number}: its last word has {len(whole) - first} tokens, more than a block of {block}"
         )
     return whole[extra:], first - extra, extra > 0
-
-
-def _encode_text(tokenizer: Tokenizer, text: str) -> NDArray[np.int64]:
-    return np.concatenate([np.empty(0, np.int64), *tokenizer.encode(text)]).astype(np.int64)
 
 
 def _pad(rows: Sequence[tuple[NDArray[np.int64], int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

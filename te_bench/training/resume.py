@@ -212,7 +212,6 @@ def _require_same(state: dict[str, Any], saved: dict[str, TensorStorageMetadata]
 
 
 def _keeps_scales(step: TrainStep) -> bool:
-    """Return whether the step's recipe keeps scales from one step to the next."""
     recipe = getattr(step.model, "recipe", None)
     modules: Any = step.model.modules()
     return (

@@ -210,7 +210,6 @@ class TrainStep:
         return loss
 
     def _prepare(self) -> None:
-        """Prepare a pass that is not captured."""
         if self.table is not None:
             self.table.prepare()
             self.table.zero_grad(set_to_none=self.captured)

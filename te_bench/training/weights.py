@@ -257,7 +257,6 @@ def _read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _read_shards(index: Path) -> list[str]:
-    """Return the file names in an index, all beside it."""
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:

@@ -254,8 +254,11 @@ def test_convergence_of_bf16_needs_no_proof_and_of_fp8_names_the_command() -> No
     assert "GPT-2 124M, 100 M tokens: 0.0025" in e4m3
     assert "1.14× [1.10, 1.15] as fast, estimated from 5 of 20 pairs, which share a host (results/" in e4m3
     assert "; by " not in e4m3
-    command = "te-bench run convergence --preset gpt2-short --model gpt2 --recipes delayed_scaling --fused --as-pilot"
-    assert f"A pilot tells in 10 GPU minutes how many seeds your model takes: {command}." in said
+    command = "te-bench run convergence --preset gpt2-short --model gpt2 --recipes delayed_scaling"
+    command += " --fused --head bf16 --as-pilot"
+    assert f"A pilot tells in 7 GPU minutes how many seeds your model takes: {command}." in said
+    assert " --fused --head fp8 --as-pilot" in convergence.command(asked, dataclasses.replace(fused(), head="fp8"))
+    assert "--head" not in convergence.command(asked, dataclasses.replace(fused(), fused=False))
     other = convergence.in_words(asked, fused("rowwise_scaling"), 0.02)
     assert "no verdict is published" in other
     assert "GPU hours" in convergence.in_words(asked, fused("rowwise_scaling"), 20.0)

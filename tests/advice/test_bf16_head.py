@@ -2,19 +2,22 @@
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from advice_machine import Machine, decided, gathered, survey_work
+from typer.testing import CliRunner
 
 from te_bench.advice import answer, candidates, code, convergence, page
 from te_bench.advice.advise import STEPS, Evidence
 from te_bench.advice.candidates import CHUNKED, CURRENT, DELAYED, Choice, Question
 from te_bench.advice.convergence import preference
 from te_bench.advice.parts import Made, parts_of
-from te_bench.experiments import plan
+from te_bench.cli import app
+from te_bench.experiments import plan, trial_model
 from te_bench.experiments.spec import OWN_ATTENTION, Options, Trial
 from te_bench.models import recipe as recipes
 
@@ -157,7 +160,8 @@ def test_where_it_is_as_fast_it_is_advised(asked: Question, tmp_path: Path) -> N
     assert "Not distinguished from it: the same with the head in FP8" in " ".join(said)
     assert "Shown to train like bf16" not in " ".join(said)
     assert "EQUIVALENT within 0.005" in " ".join(said)
-    assert "A pilot of the same with an FP8 head tells" in " ".join(said)
+    assert "A pilot tells in " in " ".join(said)
+    assert " --recipes delayed_scaling_e4m3 --fused --head bf16 --as-pilot." in " ".join(said)
 
 
 def test_a_verdict_that_shows_it_comes_before_one_that_does_not(asked: Question) -> None:
@@ -175,6 +179,36 @@ def test_where_it_has_no_time_the_other_study_is_quoted(asked: Question, missing
     assert ("EQUIVALENT (docs/convergence.md)" in " ".join(said)) == (found.use == FP8)
 
 
+@pytest.mark.parametrize("choice", [FP8, BF16_HEAD], ids=["fp8", "bf16"])
+def test_the_command_judges_the_very_step_that_is_advised_and_no_other(asked: Question, choice: Choice) -> None:
+    """The same parts, head, optimizer, mode and formats, in the trial and in the model that it and the printed code make."""
+    begin, *words = convergence.command(asked, choice).removeprefix("te-bench run ").split()
+    done = CliRunner().invoke(app, ["plan", begin, *words, "--device", "cuda", "--data", "random", "--json"])
+    assert done.exit_code == 0, done.output
+    known = {field.name for field in dataclasses.fields(Trial)}
+    trials = [
+        Trial.from_json({name: value for name, value in one.items() if name in known})
+        for one in json.loads(done.stdout)["trials"]
+    ]
+    assert Counter(t.problem["arm"] for t in trials) == dict.fromkeys(("control", "aa", "recipe", "broken"), 3)
+    judged, advised = next(t for t in trials if t.problem["arm"] == "recipe"), asked.trial(choice)
+    for name in ("device", "attention", "precision", "recipe", "mode"):
+        assert getattr(judged, name) == getattr(advised, name)
+    for name in ("parts", "head", "optimizer", "config"):
+        assert judged.problem.get(name) == advised.problem.get(name)
+    trained = trial_model.model_of(dataclasses.replace(judged, device="cpu"))
+    printed = made_by(code.code(asked.with_head("lm_head"), choice))
+    assert (trained.recipe, trained.conversion) == (printed.recipe, printed.conversion)
+    assert ("module.lm_head" in trained.converted) == choice.fp8_head
+
+
+def made_by(lines: list[str]) -> Any:
+    """The model of the lines of code on a CPU; their step and its loss are a GPU's."""
+    names: dict[str, Any] = {}
+    exec("\n".join(line.replace('.to("cuda")', "") for line in lines[:-2]), names)
+    return names["model"]
+
+
 def test_the_code_leaves_the_head_in_bf16(asked: Question) -> None:
     lines = code.code(asked.with_head("lm_head"), BF16_HEAD)
     compile("\n".join(lines), "advice", "exec")
@@ -185,10 +219,7 @@ def test_the_code_leaves_the_head_in_bf16(asked: Question) -> None:
         "# model.module holds your weights",
     ]
     assert len(adopted) <= code.WIDTH
-    *lines, _, _ = (line.replace('.to("cuda")', "") for line in lines)  # the step and its loss are a GPU's
-    names: dict[str, Any] = {}
-    exec("\n".join(lines), names)
-    model = names["model"]
+    model = made_by(lines)
     assert (model.recipe, model.parts, model.fp8_heads) == (recipes.load(DELAYED), "all", [])
     assert model.module._te_head_in_fp8 is False
     assert not any(name.endswith("lm_head") for name in model.converted)

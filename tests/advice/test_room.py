@@ -121,14 +121,6 @@ def test_a_model_without_blocks_keeps_its_micro_batches(tmp_path: Path) -> None:
     assert [choice.checkpointing for choice in evidence.wrong] == [True]
 
 
-def test_where_not_even_checkpointed_blocks_fit_that_is_said(tmp_path: Path) -> None:
-    made = machine(question(batch=2))
-    limit = 4.2 * GIB
-    found = decided(made, gathered(made, memory=limit), tmp_path, limit)
-    assert found.exit_code == 3
-    assert found.why.startswith("One sequence at a time by checkpointed blocks takes more, too")
-
-
 def unfused(**options: int) -> Question:
     """A question whose fastest choices have blocks that can be checkpointed."""
     asked = question("tiny", "cpu", **options)

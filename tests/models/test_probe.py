@@ -39,6 +39,16 @@ class Casting(Model):  # as the routers of Switch Transformers and NLLB
         y = super().forward(tokens)
         self.head = self.head.to(y.dtype)
         return y + super().forward(tokens)
+
+def layer():
+    return nn.Linear(16, 16)
+
+def draw(batch, tokens, generator, device):
+    x = torch.randn(batch, tokens, 16, generator=generator, device=device)
+    return x, x
+
+def squares(made, targets):
+    return (made - targets).square().mean()
 """
 
 
@@ -63,3 +73,9 @@ def test_it_can_be_trained_and_its_flop_counted(name: str) -> None:
     assert probe.find_out(source, 8).parameters >= 64 * 16 + 16 * 64 + 64
     made = adopted.Adopted(adopted.make(source, attention=adopted.OWN, device="cpu"))
     assert made.flop_per_token(8) == FLOP[name]
+
+
+def test_a_model_that_is_itself_a_layer_has_no_head_that_te_convert_replaces() -> None:
+    source = sources.identify("unusual:layer", inputs="unusual:draw", loss="unusual:squares")
+    assert source is not None
+    assert probe.find_out(source, 8).head == ""

@@ -143,7 +143,6 @@ def _parameters(source: Any, layers: int) -> int:
 
 
 def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[TrainStep, dict[str, Any], bool]:
-    """Return (step, check, whether the step is the trial's own)."""
     if trial.recipe is not None and targets.numel() < FEWEST_TARGETS:
         few = f"a batch of {targets.numel()} targets is too small to tell rounding from a fault"
         raise Unsupported(f"fp8: {few}: take {FEWEST_TARGETS} or more")

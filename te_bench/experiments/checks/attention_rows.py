@@ -96,7 +96,6 @@ def _record(attend: Attend, calls: list[Call], q: Tensor, k: Tensor, v: Tensor, 
 
 
 def _ends(x: Tensor) -> Tensor:
-    """The first sequence and the last."""
     return x.detach()[:: max(1, len(x) - 1)].clone()
 
 

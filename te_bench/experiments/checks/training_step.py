@@ -185,7 +185,7 @@ def _quantities(trial: Trial, step: TrainStep, tokens: Tensor, targets: Tensor) 
     slack = FACTOR if p.against is not None else 1.0  # a rival may round more coarsely than the recipe says
     floor = "fp8" if fp8_head else trial.precision
     quantities = compared(*found, precision=trial.precision, targets=targets.numel(), slack=slack, loss_floor=floor)
-    quantities.append(Quantity("grad padding rows", _largest(padding), 0.0))
+    quantities.append(Quantity("grad padding rows", padding.abs().max().item() if padding.numel() else 0.0, 0.0))
     return quantities
 
 
@@ -297,7 +297,3 @@ def _parts(gradients: dict[str, Tensor], split: dict[str, dict[str, int]]) -> di
         else:
             parts[name] = gradient
     return parts
-
-
-def _largest(x: Tensor) -> float:
-    return x.abs().max().item() if x.numel() else 0.0

@@ -6,7 +6,7 @@ With --weights or --states: do weights and moments with fewer bits train like fl
 import dataclasses
 
 from te_bench.experiments import presets, run_options, suite_trials
-from te_bench.experiments.adoption import ALL, adoptee
+from te_bench.experiments.adoption import ALL, CHUNKED, adoptee
 from te_bench.experiments.problems import Settings
 from te_bench.experiments.spec import Experiment, Options, Trial
 from te_bench.training import fewer_bits
@@ -38,21 +38,22 @@ BROKEN_NEARER = 6
 
 Way = tuple[str | None, Settings]  # a recipe, None for bf16, and settings added to the problem
 
-#: The step that te-bench recommends, with an FP8 head.
-FASTEST_WAY: Way = ("delayed_scaling", {"head": "fp8"})
+E5M2, E4M3 = "delayed_scaling", "delayed_scaling_e4m3"  # by the format of gradients
+#: The step that te-bench's published answers recommend, with an FP8 head.
+FASTEST_WAY: Way = (E5M2, {"head": "fp8"})
 #: The same with E4M3 gradients, whose gap was smaller in exploration (results/h200/convergence-e4m3). It is judged first:
 #: in a family of seven recipes, no affordable number of seeds tells its small gap from the margin.
-NEAREST_WAY: Way = ("delayed_scaling_e4m3", {"head": "fp8"})
+NEAREST_WAY: Way = (E4M3, {"head": "fp8"})
 
-#: Heads of the fused step; the FP8 head has a verdict of its own.
-FUSED_HEADS = ("chunked", "fp8")
+#: Heads of the fused step, by --head; the FP8 head has a verdict of its own.
+FUSED_HEADS = {"bf16": CHUNKED, "fp8": "fp8"}
 
 #: Fewest trunks of a verdict on branches, which are always pairs, one a trunk: from fewer, the spread is hardly known.
 TRUNKS = 6
 
 HEEDS = presets.TRAINING.union(
     ("model", "recipes", "margin", "alpha", "preset", "branch_at", "bf16_from", "first_seed"),
-    ("design", "as_pilot", "fused", "share"),
+    ("design", "as_pilot", "fused", "head", "share"),
 )
 
 
@@ -126,11 +127,9 @@ def _branched(options: Options, preset: str, steps: int) -> Settings:
         raise ValueError(f"{flag} with --bf16-from: one judges FP8's begin, the other its end; give one")
     if options.parallel is not None:
         raise ValueError(f"{flag} with --parallel: a trunk is trained on one GPU; leave one of them out")
-    if options.fused and preset not in presets.FUSED:
-        fused = " or ".join(sorted(presets.FUSED))
-        raise ValueError(
-            f"{flag} with --fused: all branches continue one step, by modules or fused; give --preset {fused}"
-        )
+    if options.fused and (preset not in presets.FUSED or adoptee(options) is not None):
+        instead = "leave --fused out" if adoptee(options) else f"give --preset {' or '.join(sorted(presets.FUSED))}"
+        raise ValueError(f"{flag} with --fused: all branches continue one step, by modules or fused; {instead}")
     return {"branch_at": options.branch_at}
 
 
@@ -144,6 +143,8 @@ def best_ratio(recipes: int) -> int:
 
 def _ways(options: Options, preset: str, problem: Settings) -> list[Way]:
     """Return what is judged: recipes; with --weights or --states, bf16 and the named recipes with these settings."""
+    if options.head is not None and not options.fused:
+        raise ValueError(f"--head {options.head} is of the fused step: add --fused, or leave it out")
     if fewer := run_options.fewer_bits(options):
         if options.fused:
             raise ValueError("--fused with --weights or --states: a study answers one question; leave --fused out")
@@ -152,20 +153,47 @@ def _ways(options: Options, preset: str, problem: Settings) -> list[Way]:
             raise ValueError(f"--weights: preset {preset}: {reason}, by --accumulate 1, or give --states alone")
         own: Settings = {"optimizer": presets.fused_parts(options)["optimizer"], **fewer}
         return [(recipe, own) for recipe in (None, *(options.recipes or ()))]
-    recipes = presets.recipes_of(options)
-    if preset in presets.FUSED:  # bf16 also uses the fused step
+    recipes = _recipes(options, preset)
+    fused = _fused(options) if options.fused else []
+    if preset in presets.FUSED and not (options.head or (fused and adoptee(options))):  # bf16 also uses the fused step
         found: list[Way] = [(recipe, {}) for recipe in recipes]
         if options.recipes is None:
             found = [NEAREST_WAY, *found, FASTEST_WAY, (suite_trials.FP8_ATTENTION, {})]
         elif options.fused:
             found += [(recipe, {"head": "fp8"}) for recipe in recipes]
         return _possible(found)
-    parts: list[Settings] = [{}]
-    if options.fused and adoptee(options) is not None:  # te-bench's kernels in a user's model
-        parts += [{"parts": ALL}]
-    elif options.fused:
-        parts += [{**presets.fused_parts(options), "head": head} for head in FUSED_HEADS]
+    parts = fused if options.head is not None else [{}, *fused]
     return _possible([(recipe, way) for recipe in recipes for way in parts])
+
+
+def _recipes(options: Options, preset: str) -> tuple[str, ...]:
+    """Return --recipes. By default gpt2-short and users' models have delayed scaling with E4M3 gradients, not E5M2's.
+
+    A study shows that it trains like bf16 (docs/convergence.md). Other presets keep the recipes of their published plans.
+    """
+    recipes = presets.recipes_of(options)
+    if options.recipes is None and (preset == "gpt2-short" or adoptee(options)):
+        return tuple(E4M3 if recipe == E5M2 else recipe for recipe in recipes)
+    return recipes
+
+
+def _fused(options: Options) -> list[Settings]:
+    """Return the settings of the fused step with each head of --head; of a user's model, the step that advise times.
+
+    Raise ValueError for a bf16 head of a user's model whose head te.convert does not replace: it has only one such step.
+    """
+    heads: list[str | None] = [FUSED_HEADS[options.head]] if options.head else [*FUSED_HEADS.values()]
+    own = adoptee(options)
+    if own is None:
+        return [{**presets.fused_parts(options), "head": head} for head in heads]
+    if not own.facts.head:
+        if options.head == "bf16":
+            raise ValueError(f"--head bf16: te.convert replaces no head of {own.source.model}; give --head fp8")
+        heads = [None]
+    parts: Settings = {"parts": ALL}
+    if options.device == "cuda" and options.parallel is None and own.optimizer:  # it updates whole parameters
+        parts["optimizer"] = own.optimizer
+    return [{**parts, "head": head} for head in heads]
 
 
 def _ending_in_bf16(options: Options, steps: int) -> Settings:
@@ -183,9 +211,15 @@ def _ending_in_bf16(options: Options, steps: int) -> Settings:
 
 
 def _possible(ways: list[Way]) -> list[Way]:
-    """Remove FP8 heads of recipes that refuse one; a study with them would never be complete."""
+    """Remove FP8 heads of recipes that refuse one; a study with them would never be complete.
+
+    Raise ValueError if nothing is left, which only --head fp8 can bring about.
+    """
     without = suite_trials.without_fp8_head()
-    return [(recipe, parts) for recipe, parts in ways if not (parts.get("head") == "fp8" and recipe in without)]
+    found = [(recipe, parts) for recipe, parts in ways if not (parts.get("head") == "fp8" and recipe in without)]
+    if not found:
+        raise ValueError("--head fp8: the recipes keep a part of the head out of FP8; give --head bf16")
+    return found
 
 
 def _arms(options: Options, problem: Settings, ways: list[Way], seed: int) -> list[Trial]:

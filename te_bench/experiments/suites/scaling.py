@@ -134,6 +134,5 @@ def _step(
 
 
 def _over(parallel: str | None, problem: Settings, world: int) -> Settings:
-    """Return the settings of `world` ranks with --batch sequences each."""
     over: Settings = {} if parallel is None else {"parallel": parallel, "world": world}
     return {"batch": problem["batch"] * world, **over}

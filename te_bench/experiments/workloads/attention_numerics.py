@@ -63,5 +63,4 @@ def _softmax(scores: Tensor, causal: bool) -> Tensor:
 
 
 def _error(x: Tensor, exact: Tensor) -> float:
-    """max |x - exact| / max |exact|."""
     return ((x.double() - exact).abs().max() / exact.abs().max()).item()

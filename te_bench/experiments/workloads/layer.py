@@ -101,7 +101,6 @@ def config_of(trial: Trial) -> LayerConfig:
 
 
 def _of_model(p: LayerProblem) -> dict[str, Any]:
-    """Return what the model that the problem names says of its layer."""
     if p.model is None:
         return {}
     plugins.check("model", p.model, list(configs()))

@@ -83,7 +83,6 @@ def _drawn(trial: Trial, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 def _passes(
     layer: nn.Module, x: Tensor, dy: Tensor, trial: Trial, in_fp8: contextlib.AbstractContextManager[Any]
 ) -> tuple[Tensor, ...]:
-    """Return y, dx and dW."""
     with autocast(x.device, trial.precision), in_fp8:
         y = layer(x)
     return (y.detach(), *torch.autograd.grad(y, (x, layer.get_parameter("weight")), dy))

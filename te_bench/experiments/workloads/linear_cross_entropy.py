@@ -73,7 +73,6 @@ def _drawn(trial: Trial, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _result(forward: Callable[..., Tensor], x: Tensor, weight: Tensor, targets: Tensor, vocab: int) -> Result:
-    """Return the loss, dx and dW."""
     loss = forward(x, weight, targets, vocab=vocab)
     dx, dw = torch.autograd.grad(loss, (x, weight))
     return loss.detach(), dx, dw

@@ -193,7 +193,6 @@ def _names(p: PieceProblem) -> tuple[str, ...]:
 
 
 def _rounded(p: PieceProblem) -> str:
-    """Return the name of the result that is cast."""
     return "dx" if p.call.startswith("backward") else "y"
 
 

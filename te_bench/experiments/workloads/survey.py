@@ -26,7 +26,7 @@ from te_bench.experiments import trial_model
 from te_bench.experiments.measurement import Context, Diverged, Measurement
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import train_step
-from te_bench.models import conversion
+from te_bench.models import adopted, conversion
 from te_bench.models.adopted import Adopted
 from te_bench.models.checkpointing import blocks_of
 from te_bench.models.modules.linear import Linear
@@ -47,7 +47,7 @@ def run(trial: Trial, context: Context) -> Measurement:
     model = trial_model.model_of(trial)
     converted = functools.partial(_converted, model) if isinstance(model, Adopted) else None
     found = look(model, *batch, trial.precision, converted=converted)
-    found |= {"converted_head": _converted_head(model)} if isinstance(model, Adopted) else {}
+    found |= {"converted_head": adopted.convert_head(model.module)} if isinstance(model, Adopted) else {}
     if not math.isfinite(loss := found["loss"]):
         shown = str(loss).replace("nan", "NaN")
         raise Diverged(f"the loss of the first batch is {shown} ({trial.precision} autocast); no step was timed")
@@ -57,12 +57,6 @@ def run(trial: Trial, context: Context) -> Measurement:
 def _converted(model: Adopted) -> set[str]:
     """The layers that te.convert takes, by their names in the model, which has them then."""
     return {f"module.{layer.name}" for layer in conversion.convert(model.module).converted}
-
-
-def _converted_head(model: Adopted) -> str | None:
-    """The name of the one head that te.convert replaces with its loss."""
-    names = [part.name for part in conversion.convert(model.module, parts="head").parts if part.after is not None]
-    return names[0] if len(names) == 1 else None
 
 
 def look(

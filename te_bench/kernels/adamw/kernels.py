@@ -36,7 +36,6 @@ assert COLUMNS == BLOCK, "a block of FP8 moments is a row of a tile"
 
 @triton.jit
 def _address(row, FIELD: tl.constexpr, first, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return the address of element `first` of a tensor in the table."""
     pointer = tl.load(row + FIELD).to(tl.pointer_type(dtype))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -176,7 +175,6 @@ def _update_tile(
     FROM_GRAD: tl.constexpr, HALF: tl.constexpr, TARGET: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Update ROWS rows, beginning at `down`, of one tile of TILE rows."""
     top, left, width, rest = _place(row, tile, down, ALIGNED, TILE, COLUMNS)
     first = top.to(tl.int64) * width + left
     offsets, mask = _elements(tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :], left, width, rest)

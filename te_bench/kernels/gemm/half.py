@@ -80,7 +80,6 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tens
 
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> bool:
-    """Return whether bias fits the product and out can be written by it."""
     if bias is not None and (bias.dtype is not x.dtype or bias.shape != weight.shape[:1]):
         return False
     shape = x.shape[0], weight.shape[0]

@@ -49,7 +49,6 @@ def _columns(start, BLOCK: tl.constexpr):
 
 @triton.jit
 def _load(z, cols, vocab, padded):
-    """Load z at cols in float32, with -inf in the padding."""
     # The load's mask ends at padded, a multiple of 8: ending at vocab, 50257, it would load 2 bytes at a time.
     v = tl.load(z + cols, mask=cols < padded, other=0.0).to(tl.float32)
     return tl.where(cols < vocab, v, float("-inf"))

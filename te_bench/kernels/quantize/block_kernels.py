@@ -58,7 +58,6 @@ def signed(size, x):
 
 @triton.jit
 def _of_rows(v):
-    """Return the amax of each row, (rows, 1)."""
     return tl.max(size_of(v), 1)[:, None]
 
 

@@ -214,7 +214,6 @@ attention_fp8 = functools.partial(attention, in_fp8=True)
 def _read(
     module: Any, query: Tensor, given: Any, sliding_window: int | None, is_causal: bool | None, in_fp8: bool
 ) -> Seen:
-    """Read transformers' attention_mask."""
     if isinstance(given, Seen):
         return given
     if isinstance(given, Tensor):

@@ -117,7 +117,6 @@ def _layers(model: Any) -> list[Any]:
 
 
 def _mlp_linears(mlp: Any) -> tuple[list[Any], Any]:
-    """Return (the first Linears, the last Linear) of a converted MLP."""
     form = mlp._te_mlp
     return [getattr(mlp, name) for name in form.first], getattr(mlp, form.last)
 

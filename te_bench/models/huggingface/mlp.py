@@ -181,12 +181,10 @@ class _Half(torch.autograd.Function):
 
 
 def _columns(h: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Split h into the columns that each weight made."""
     return h.split([len(w) for w in weights], 1)
 
 
 def _multiply(x: Tensor, w: Tensor, b: Tensor | None, out: Tensor) -> None:
-    """Write x W^T + b to out."""
     if b is None:
         torch.mm(x, w.t(), out=out)
     else:

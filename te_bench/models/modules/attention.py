@@ -155,7 +155,6 @@ class MultiheadAttention(Parallelised, nn.Module):
         self.proj = Linear(self.channels * num_attention_heads, hidden_size, parallel_mode="row", **common)
 
     def _set_heads(self, hidden: int, heads: int, groups: int, kv_channels: int | None) -> None:
-        """Set the numbers of heads and groups, and their features."""
         if kv_channels is not None:
             arguments.check("MultiheadAttention", kv_channels=kv_channels)
         elif hidden % heads:

@@ -67,7 +67,6 @@ class Fp8Module(Parallelised, nn.Module):
             self._initialise()
 
     def _initialise(self) -> None:
-        """Initialise the parameters."""
         raise NotImplementedError
 
     def gemms(self, gemm: int = 0) -> Gemms:

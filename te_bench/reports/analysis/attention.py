@@ -159,11 +159,10 @@ def scaling_errors(group: Group) -> tuple[ScalingErrors, ...]:
 
 
 def _scaling_errors(configuration: Configuration) -> ScalingErrors:
-    before, after, sdpa = (_draws(configuration, f"error_{name}") for name in ("scale_before", "scale_after", "sdpa"))
+    before, after, sdpa = (
+        tuple(value for record in configuration.ok for value in numbers(record.samples.get(f"error_{name}")))
+        for name in ("scale_before", "scale_after", "sdpa")
+    )
     told = [bool(one) for record in configuration.ok if (one := record.check.get("allclose")) is not None]
     allclose = all(told) if told else None
     return ScalingErrors(configuration=configuration, before=before, after=after, sdpa=sdpa, allclose=allclose)
-
-
-def _draws(configuration: Configuration, sample: str) -> tuple[float, ...]:
-    return tuple(value for record in configuration.ok for value in numbers(record.samples.get(sample)))

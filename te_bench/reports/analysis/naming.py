@@ -57,7 +57,6 @@ MODES = {
     "cudagraph": "CUDA graph",
 }
 HEADS = {None: "all logits", "chunked": "chunked head", "fp8": "FP8 head"}
-BF16_HEAD = "head in bf16"  # beside te.convert's parts in FP8, which have the head in FP8
 #: The quickstart's layers, by what they use of Transformer Engine's interface.
 _LAYERS = {"te_basic": "te.Linear", "te_fused": "te.LayerNormMLP", "te_layer": "te.TransformerLayer"}
 _PEERS = {"torchao": "torchao", "transformer_engine": "Transformer Engine"}
@@ -281,7 +280,7 @@ _CHOICES: dict[str, Callable[[Trial], str]] = {
     "head": lambda trial: HEADS[None] if trial.problem.get("parts") else _one_of("head", HEADS)(trial),
     "blocks": _one_of("blocks", {None: "unfused blocks", "fused": "fused blocks"}),
     "parts": _one_of("parts", {None: "the model's kernels", "all": "te-bench's kernels"}),
-    "head of parts": lambda trial: BF16_HEAD if trial.problem.get("head") else HEADS["fp8"],
+    "head of parts": lambda trial: run_options.BF16_HEAD if trial.problem.get("head") else HEADS["fp8"],
     "optimizer": _one_of("optimizer", {None: "torch's AdamW", "triton": "te-bench's AdamW"}),
     "checkpointing": _one_of("checkpointing", {None: "no checkpointing", "blocks": "checkpointing"}),
     "gather": _one_of("gather", {None: "gathers as used", "fp8": "FP8 gathers"}),

@@ -279,7 +279,6 @@ def _planned(journal: Journal) -> dict[tuple[str, str], list[Plan]]:
 
 
 def _measured(plan: Plan, journal: Journal) -> Plan:
-    """Return the plan with only its trials that have a record."""
     trials = tuple(value for value in plan.trials if (trial_of(value).id, plan.environment) in journal.records)
     return dataclasses.replace(plan, trials=trials)
 

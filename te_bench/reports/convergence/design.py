@@ -311,7 +311,7 @@ def design_of(experiment: Experiment, earlier: EarlierRuns) -> Design:
     unused = None
     if spread is None and earlier.timings:
         unused = planning.unlike(earlier.studies, control) or earlier.other_chips
-    ratio, kinds = int(judged["pool"]), _cells(trials)
+    ratio, kinds = int(judged["pool"]), list({trial.cell: trial for trial in reversed(trials)}.values())
     recipes = {trial.cell for trial in kinds if trial.problem.get("arm") == "recipe"}
     taken, time_from = trial_seconds(kinds, earlier)
     seconds = [(str(trial.problem["arm"]), taken[trial.name]) for trial in kinds]
@@ -357,11 +357,6 @@ def trial_seconds(trials: Sequence[Trial], earlier: EarlierRuns) -> tuple[dict[s
     )
     of = "" if unknown == all_ else f"{unknown} of {all_} configurations "
     return taken | new, of + estimate.by([trial for trial in trials if trial.name in new])
-
-
-def _cells(trials: Sequence[Trial]) -> list[Trial]:
-    """Return the first trial of each configuration."""
-    return list({trial.cell: trial for trial in reversed(trials)}.values())
 
 
 def _total(seconds: Sequence[tuple[str, float | None]], counts: Mapping[str, int]) -> float | None:

@@ -216,16 +216,15 @@ def note_measure(baseline: Losses, candidate: Losses) -> str | None:
 
 def note_intervals(baseline: Losses, candidate: Losses) -> str | None:
     """Return a note on training losses that were logged at different steps, so that their means have other batches."""
-    late = [_late_steps(arm) for arm in (baseline, candidate)]
+    late = [
+        {step for curve in arm.curves.values() for step in curve.step if step >= curve.late}
+        for arm in (baseline, candidate)
+    ]
     if not baseline.training or not all(late) or late[0] == late[1]:
         return None
     few, many = sorted(map(len, late))
     counts = f"{few} and {many}" if few != many else f"{few} other"
     return f"the sides logged the training loss at {counts} steps of the last tenth: their means are of other batches"
-
-
-def _late_steps(arm: Losses) -> set[float]:
-    return {step for curve in arm.curves.values() for step in curve.step if step >= curve.late}
 
 
 def note_order(baseline: Losses, candidate: Losses) -> str | None:

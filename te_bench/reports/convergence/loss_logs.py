@@ -53,8 +53,6 @@ class _Found:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Log:
-    """What one run logged."""
-
     name: str
     place: Path
     series: Series
@@ -357,7 +355,6 @@ def _log(found: _Found, name: str) -> _Log:
 
 
 def _run(log: _Log, metric: str | None, orders: Sequence[Sequence[str]]) -> _Run:
-    """Return the run's validation loss and training loss, each the first of its order that the log has."""
     names = _chosen(log, metric, orders)
     validation, training = (name if name is None else _loss(log, name) for name in names)
     return _Run(log=log, validation=validation, training=training if log.series.whole else None)
@@ -459,8 +456,6 @@ def _called(names: Sequence[str], which: str) -> str:
 
 
 def _notes(arm: _Arm, chosen: Sequence[tuple[_Run, _Loss]], validated: bool) -> list[str]:
-    """Return notes on the assumptions about the judged losses."""
-
     def those(holds: Callable[[_Run, _Loss], bool]) -> str | None:
         names = [run.log.name for run, loss in chosen if holds(run, loss)]
         return f"{arm.source} ({_listed(names)})" if names else None

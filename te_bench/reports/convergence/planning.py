@@ -341,7 +341,7 @@ def pace(record: Record) -> Pace | None:
 #: Settings of the problem that a training's time depends on, beside the number of steps.
 _SIZES = (
     *("model", "batch", "block", "accumulate", "padded_vocab", "threads", "share"),
-    *("blocks", "head", "optimizer", "weights", "states"),
+    *("blocks", "parts", "head", "optimizer", "weights", "states"),
     *("evaluate", "eval_tokens", "early_eval_tokens"),
     *("world", "parallel", "shard", "sequence_parallel", "overlap", "gather"),
 )

@@ -32,7 +32,6 @@ HOPELESS = 0.05  # if the chance of a verdict, by the gap so far, is below this,
 
 
 def _of_rounds(study: Study, arm: StudyArm) -> list[float]:
-    """Return one final loss for each round."""
     ratio = study.pool or 1
     first = ratio - 1 if arm.kind == "aa" else 0
     return _in_order(arm.finals, range(first, ratio * study.rounds, ratio))

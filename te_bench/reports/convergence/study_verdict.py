@@ -137,7 +137,6 @@ class StudyVerdict:
         return [found for found in self.recipes if not found.hidden or found.verdict is Verdict.DIVERGED]
 
     def _said(self) -> str:
-        """Return the verdicts on the recipes whose runs are done."""
         like, margin = self.study.reference, self.margin
         words: tuple[tuple[str, bool, str, str, str], ...] = (
             (Verdict.EQUIVALENT, False, "trains", "train", f" like {like} (final loss within {margin:g} nat)"),

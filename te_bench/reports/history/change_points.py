@@ -101,7 +101,6 @@ def segment(values: Sequence[float], *, alpha: float = ALPHA) -> Segmentation:
 
 
 def _levels(logs: Values, bounds: Sequence[int]) -> tuple[float, ...]:
-    """Return the geometric mean of each segment."""
     return tuple(float(np.exp(logs[start:end].mean())) for start, end in itertools.pairwise(bounds))
 
 

@@ -194,7 +194,6 @@ def _fastest(result: GroupResult) -> list[Part]:
 
 
 def _chart(heading: str, bars: Iterable[TextBar]) -> list[Chart]:
-    """Return a chart of the bars; [] without bars."""
     shown = tuple(bars)
     return [Chart(heading=heading, bars=shown)] if shown else []
 

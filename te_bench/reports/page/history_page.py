@@ -82,7 +82,6 @@ def _row(one: TimeSeries) -> dict[str, Value]:
 
 
 def _searched(history: History) -> int:
-    """Return the number of series that are long enough to be searched."""
     return sum(one.found.noise is not None for one in history.series)
 
 

@@ -132,7 +132,6 @@ def _band(axes: Axes, points: Sequence[LossPoint], seeds: int, axis: str) -> lis
 
 
 def _line(place: int, points: int) -> dict[str, Any]:
-    """Return the style of a curve of so many points."""
     return {
         **line_style(place),
         "linestyle": DASHES[place // len(COLOURS) % len(DASHES)],

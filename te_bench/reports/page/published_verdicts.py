@@ -129,7 +129,6 @@ def summary(results: Path) -> str:
 
 
 def _tokens(p: TrainingProblem) -> float:
-    """Return the millions of tokens of a run."""
     return int(p.steps or 0) * int(p.batch) * p.block * int(p.accumulate or 1) / 1e6
 
 
@@ -170,7 +169,6 @@ def _speed(row: _Row) -> Speedup | None:
 
 @functools.cache  # two pages show them, and reading takes seconds
 def _rows(results: Path) -> list[_Row]:
-    """Return the rows in their order; results: an absolute path."""
     return sorted(_of_folders(results), key=lambda row: row.place)
 
 

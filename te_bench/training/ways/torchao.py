@@ -20,7 +20,6 @@ from te_bench.training.ways import torchtitan
 
 
 def _by_tensor(layer: nn.Module) -> bool:
-    """Return whether a layer is torchao's Linear with one scale per tensor."""
     from torchao.float8.config import ScalingGranularity
     from torchao.float8.float8_linear import Float8Linear
 

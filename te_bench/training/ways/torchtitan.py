@@ -134,7 +134,6 @@ class SharedLayers(Sharded):
         super()._shard(model, multiplies_in)
 
     def _style(self, layer: nn.Module, mode: str) -> Any:
-        """Return how a Linear of a pair is shared."""
         return ColwiseParallel(input_layouts=Shard(1)) if mode == "column" else RowwiseParallel(output_layouts=Shard(1))
 
     def _indivisible(self, model: Any) -> str | None:

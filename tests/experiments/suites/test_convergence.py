@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from own_models import MODULE
 
 from te_bench.experiments import plan, presets, suite_trials
 from te_bench.experiments.problems import end_of, trunk_of
@@ -21,6 +22,7 @@ from te_bench.reports.convergence.skewed import mean_of
 
 EMULATED = ("mxfp8_block_scaling", "nvfp4_block_scaling", "nvfp4_block_scaling_bf16_end")
 RECIPES = ["delayed_scaling", "float8_block_scaling", "float8_current_scaling", "rowwise_scaling"]
+E4M3 = {"delayed_scaling": "delayed_scaling_e4m3"}
 #: What may differ between the arms of one seed, and nothing else.
 ARM = ("arm", "perturb_ulp", "fault")
 
@@ -39,6 +41,7 @@ def test_the_arms_of_a_seed_differ_in_their_arm_alone(device: str, preset: str) 
     experiment = resolve(device=device, preset=preset)
     first = experiment.trials[0]
     two_heads = preset in presets.FUSED
+    usual = [E4M3.get(name, name) for name in RECIPES] if preset == "gpt2-short" else RECIPES
     more = (suite_trials.FP8_ATTENTION, "delayed_scaling_e4m3") if two_heads else ()
     alike = [t for t in experiment.trials if t.problem.get("head") == first.problem.get("head")]
     assert all(shared(t) == shared(first) for t in alike)
@@ -54,7 +57,7 @@ def test_the_arms_of_a_seed_differ_in_their_arm_alone(device: str, preset: str) 
         assert found == {
             ("bf16", None, "control", None, None),
             ("bf16", None, "aa", 1, None),
-            *(("fp8", name, "recipe", None, None) for name in (*RECIPES, *more)),
+            *(("fp8", name, "recipe", None, None) for name in (*usual, *more)),
             *[("fp8", convergence.FAULTY, "broken", None, convergence.FAULT)]
             * (seed < int(str(experiment.judgement["fault_runs"]))),
         }
@@ -99,19 +102,80 @@ def test_what_the_file_of_a_new_recipe_says_is_planned(tmp_path: Path, monkeypat
     assert "halved" not in {t.recipe for t in resolve("fp8", data={}).trials}
 
 
-@pytest.mark.usefixtures("asked_here")
-def test_of_a_user_s_model_the_step_with_te_bench_s_kernels_is_an_arm(tmp_path: Path) -> None:
+@pytest.mark.parametrize("preset", ["gpt2-short", "gpt2"])
+@pytest.mark.parametrize("head", ["bf16", "fp8"])
+def test_a_head_chooses_the_one_fused_step_that_is_judged(head: str, preset: str) -> None:
+    asked: dict[str, Any] = {"device": "cuda", "preset": preset, "recipes": ("delayed_scaling_e4m3",), "fused": True}
+    both, one = (
+        {t.cell: t for t in resolve(**asked, head=of).trials if t.problem["arm"] == "recipe"} for of in (None, head)
+    )
+    (only,) = one.values()
+    assert only.cell in both
+    assert (only.problem["blocks"], only.problem["head"]) == ("fused", {"bf16": "chunked", "fp8": "fp8"}[head])
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"head": "fp8"}, r"^--head fp8 is of the fused step: add --fused, or leave it out$"),
+        ({"head": "bf16", "weights": "bf16"}, r"^--head bf16 is of the fused step"),
+        ({"head": "fp16", "fused": True}, r"^unknown --head 'fp16'"),
+        (
+            {"head": "fp8", "fused": True, "recipes": ("float8_current_scaling_bf16_end",)},
+            r"^--head fp8: the recipes keep a part of the head out of FP8; give --head bf16$",
+        ),
+    ],
+)
+def test_a_head_that_cannot_be_judged_is_refused_in_a_sentence(asked: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        resolve(**asked)
+
+
+@pytest.fixture
+def llama(asked_here: None, tmp_path: Path) -> str:
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 128}
+    config |= {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config |= {"vocab_size": 256}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("preset", ["cpu", "gpt2"])
+def test_of_a_user_s_model_the_steps_with_te_bench_s_kernels_are_arms(llama: str, preset: str) -> None:
     """That is what advise advises."""
-    llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 128}
-    llama |= {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    llama |= {"vocab_size": 256}
-    (tmp_path / "config.json").write_text(json.dumps(llama))
-    own = {"model": str(tmp_path), "recipes": ("delayed_scaling",), "seeds": 1, "steps": 30}
-    plain, fused = (resolve(**own, fused=asked).trials for asked in (None, True))
-    (more,) = {trial.id: trial for trial in fused if trial.id not in {one.id for one in plain}}.values()
-    assert more.problem["parts"] == "all"
-    assert more.recipe == "delayed_scaling"
-    assert arm_name(more) == "delayed scaling, te-bench's kernels"
+    own: dict[str, Any] = {"model": llama, "preset": preset, "recipes": ("delayed_scaling",), "seeds": 1, "steps": 30}
+    plain, fused = (resolve(**own, fused=asked) for asked in (None, True))
+    more = [trial for trial in fused.trials if trial.id not in {one.id for one in plain.trials}]
+    said = {arm_name(t): (t.problem["parts"], t.problem.get("head"), t.recipe) for t in more}
+    assert said.keys() == {
+        "delayed scaling, te-bench's kernels",
+        "delayed scaling, te-bench's kernels, head in bf16",
+    }
+    assert set(said.values()) == {("all", None, "delayed_scaling"), ("all", "chunked", "delayed_scaling")}
+    assert len(plain.trials) + 2 == len(fused.trials)
+    with pytest.raises(ValueError, match=r"--branch-at 9 with --fused: .*; leave --fused out$"):
+        resolve(**own, fused=True, branch_at=9)
+
+
+@pytest.mark.parametrize("preset", [None, "cpu", "char", "gpt2-short"])
+def test_by_default_a_user_s_model_is_judged_by_delayed_scaling_with_gradients_in_e4m3(llama: str, preset: str) -> None:
+    trials = resolve(model=llama, preset=preset, seeds=1).trials
+    judged = sorted(str(t.recipe) for t in trials if t.problem["arm"] == "recipe")
+    assert judged == sorted(E4M3.get(name, name) for name in RECIPES)
+
+
+@pytest.mark.usefixtures("asked_here")
+def test_a_user_s_model_without_a_head_that_te_bench_replaces_has_one_step_with_its_kernels(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(MODULE)
+    own: dict[str, Any] = {"model": "own:make", "recipes": ("delayed_scaling",), "seeds": 1, "steps": 30}
+    for head, arms in ((None, 2), ("fp8", 1)):
+        recipes = [t for t in resolve(**own, fused=True, head=head).trials if t.problem["arm"] == "recipe"]
+        assert len(recipes) == arms
+        assert recipes[-1].problem["parts"] == "all"
+        assert not any("head" in trial.problem for trial in recipes)
+    with pytest.raises(ValueError, match=r"^--head bf16: te.convert replaces no head of own:make; give --head fp8$"):
+        resolve(**own, fused=True, head="bf16")
 
 
 def test_weights_and_states_in_fewer_bits_are_judged_against_float32s() -> None:

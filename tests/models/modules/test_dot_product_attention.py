@@ -356,13 +356,6 @@ def test_an_impossible_layer(options: dict[str, Any], reason: str) -> None:
         ({"qkv_format": "thd"}, r"query_layer must be thd, \(rows, heads, features\), got \(5, 3, 2, 8\)"),
         ({"max_seqlen_q": 3}, "max_seqlen_q=3"),
         ({"attn_mask_type": "padding"}, "needs attention_mask"),
-        (
-            {
-                "attn_mask_type": "padding",
-                **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), torch.tensor([0, 3, 2, 4])),
-            },
-            r"cu_seqlens_q=\[0, 3, 2, 4\]: sequence 1 would end at 2",
-        ),
         ({"attn_mask_type": "padding", "attention_mask": (README, README, README)}, "got 3 of them"),
         ({"query_layer": torch.zeros(5, 3, 3, 8)}, "query_layer must be sbhd with 2 heads of 8"),
         ({"value_layer": torch.zeros(5, 3, 2, 9)}, "value_layer must be sbhd with 2 heads of 8"),

@@ -224,11 +224,8 @@ def test_where_the_host_would_wait_it_reads_no_lengths() -> None:
     ("options", "reason"),
     [
         ({"cu_seqlens": None}, "cu_seqlens must be a tensor of torch.int32 or torch.int64, got NoneType"),
-        ({"cu_seqlens": torch.tensor([0.0, 9.0])}, "torch.int32 or torch.int64, got torch.float32"),
         ({"cu_seqlens": torch.tensor([0])}, r"cu_seqlens must be \(sequences \+ 1,\), got \(1,\)"),
         ({"cu_seqlens": torch.tensor([0, 10])}, "sequence 0 would have 10 of 9 positions"),
-        ({"cu_seqlens": torch.tensor([1, 9])}, "they start at 1, not 0"),
-        ({"cu_seqlens": torch.tensor([0, 5, 3, 9])}, "sequence 1 would end at 3"),
         ({"cu_seqlens": torch.zeros(2, dtype=torch.int32, device="meta")}, "cu_seqlens is on meta"),
         ({"t": torch.zeros(9, 1, 2, 8)}, r"t must be thd, \(rows, heads, features\), got \(9, 1, 2, 8\)"),
         ({"freqs": torch.zeros(5, 1, 1, 8)}, "S at least the longest sequence's rows, 6"),

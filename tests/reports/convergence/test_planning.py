@@ -183,7 +183,7 @@ def test_who_costs_what() -> None:
     assert list(planning.seconds([arm_trial("control", 1)], [refused]).values()) == [pytest.approx(0.4)]
     control = arm_trial("control", 0, steps=100)
     sizes = {"batch": 32, "block": 64, "model": "gpt2", "accumulate": 2, "threads": 1}
-    sizes |= {"evaluate": None, "eval_tokens": 1024, "early_eval_tokens": 1024}
+    sizes |= {"parts": "all", "evaluate": None, "eval_tokens": 1024, "early_eval_tokens": 1024}
     others = [dataclasses.replace(control, problem={**control.problem, key: value}) for key, value in sizes.items()]
     others += [dataclasses.replace(control, mode="compile"), dataclasses.replace(control, device="cpu")]
     for other in others:

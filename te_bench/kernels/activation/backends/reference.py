@@ -52,7 +52,6 @@ def backward_quantized(dy: Tensor, x: Tensor, kind: str, **cast: Any) -> Quantiz
 
 
 def _value_and_slope(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Return f(x) and f'(x), float32."""
     if name == "relu":
         return x.relu(), (x > 0).to(x.dtype)
     if name == "srelu":

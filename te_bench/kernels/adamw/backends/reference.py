@@ -177,7 +177,6 @@ def _moments(p: Parameter) -> tuple[Tensor, Tensor]:
 
 
 def _times(x: Tensor, scales: Tensor) -> Tensor:
-    """Multiply each block of x by its scale."""
     return (x.view(-1, BLOCK) * scales[:, None]).view(x.shape)
 
 

@@ -54,7 +54,6 @@ def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
 
 
 def _sum_groups(x: Tensor, kv_heads: int) -> Tensor:
-    """Sum over the query heads that share a key head."""
     return x.unflatten(1, (kv_heads, -1)).sum(2)
 
 

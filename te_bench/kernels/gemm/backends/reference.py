@@ -59,7 +59,6 @@ def _blocks(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor) -> T
 
 
 def _of_each_row(x: Operand) -> Tensor:
-    """Return an operand's scales, (rows, blocks)."""
     return x.scale_inv.repeat_interleave(BLOCK, 0)[: x.data.shape[0]] if x.layout.block == SQUARE else x.scale_inv
 
 

@@ -126,7 +126,6 @@ def _widened(x):
 
 @gluon.jit
 def _split_columns(x):
-    """Return the left and the right half of x."""
     HEIGHT: gl.constexpr = x.shape[0]
     WIDTH: gl.constexpr = x.shape[1]
     return gl.split(gl.permute(gl.reshape(x, (HEIGHT, 2, WIDTH // 2)), (0, 2, 1)))

@@ -66,7 +66,6 @@ def _product(
 
 @triton.jit
 def _halves(x, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the left and the right half of x."""
     return tl.split(tl.permute(tl.reshape(x, (HEIGHT, 2, WIDTH // 2)), (0, 2, 1)))
 
 
