@@ -205,7 +205,7 @@ def test_the_spreads_that_one_run_a_side_is_told_are_those_of_the_records() -> N
     gaps = [
         stdev(loss - arm[bf16][seed] for seed, loss in arm[recipe].items() if seed in arm[bf16])
         for arm, recipe, bf16 in (
-            (e4m3, "current scaling E4M3, fused", "bf16, fused"),
+            (e4m3, "current scaling E4M3, fused, bf16 head", "bf16, fused"),
             (short, "delayed scaling, fused, FP8 head", "bf16"),
         )
     ]

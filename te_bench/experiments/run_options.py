@@ -450,12 +450,19 @@ def read(said: Mapping[str, Any], device: str) -> Options:
     return Options(**values)
 
 
-def shown(settings: Mapping[str, Any]) -> str:
-    """Return what a report adds to a recipe's name for such settings: ", fused, FP8 head", ", bf16 weights, FP8 states"."""
+def shown(settings: Mapping[str, Any], *, in_fp8: bool = False) -> str:
+    """Return what a report adds to a recipe's name for such settings: ", fused, FP8 head", ", bf16 weights, FP8 states".
+
+    in_fp8: whether the step has a recipe; a fused one then says which head it has.
+    """
     said = [str(settings["blocks"])] if settings.get("blocks") else []
     said += ["te-bench's kernels"] if settings.get("parts") else []
-    said += [BF16_HEAD] if settings.get("parts") and settings.get("head") else []
-    said += ["FP8 head"] if said and settings.get("head") == "fp8" else []
+    if said and settings.get("head") == "fp8":
+        said.append("FP8 head")
+    elif settings.get("blocks") and in_fp8:
+        said.append("bf16 head")
+    elif settings.get("parts") and settings.get("head"):
+        said.append(BF16_HEAD)
     said += [f"bf16 from step {settings['bf16_from']:,}"] if settings.get("bf16_from") else []
     return "".join(f", {word}" for word in (*said, *fewer_words(settings)))
 

@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils.flop_counter import FlopCounterMode
 
 from te_bench.models import conversion, families, fp8, grouped_gemm
-from te_bench.models.calling import judged, loss_of, shown
+from te_bench.models.calling import judged, loss_of, parameter_of_targets, shown
 from te_bench.models.conversion_parts import Filter
 from te_bench.models.decoder import move
 from te_bench.models.dropout import rates, remove_dropout
@@ -65,6 +65,7 @@ class Made:
     block: int | None
     sequence: int | None
     text: bool
+    ignores: bool = False  # whether a target of families.IGNORED is legal and counts for nothing
 
     @property
     def has_manual(self) -> bool:
@@ -127,6 +128,7 @@ def make(source: Source, *, attention: str, device: str, seed: int = 0, layers: 
         block=_longest(module),
         sequence=None if own_inputs is not None or family is None else family.sequence,
         text=drawn is None and (family is None or family.name in ("causal", "masked", "seq2seq")),
+        ignores=judge is None and (parameter_of_targets(module) is None if family is None else family.labels),
     )
 
 

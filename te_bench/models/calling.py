@@ -19,8 +19,7 @@ def forward_of(name: str, module: nn.Module) -> Forward:
 
     Raises ValueError for a forward that needs more.
     """
-    others = list(inspect.signature(module.forward).parameters.values())[1:]
-    named = next((p.name for p in others if p.name in TARGETS), None)
+    others, named = list(inspect.signature(module.forward).parameters.values())[1:], parameter_of_targets(module)
     needed = [p.name for p in others if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     unknown = [need for need in needed if need != named]
     if unknown:
@@ -34,10 +33,15 @@ def forward_of(name: str, module: nn.Module) -> Forward:
     return lambda model, x, y: _logits(name, model(x), y)
 
 
+def parameter_of_targets(module: nn.Module) -> str | None:
+    """Return the name of the parameter by which a factory's module takes targets; None if it takes none."""
+    others = list(inspect.signature(module.forward).parameters)[1:]
+    return next((name for name in others if name in TARGETS), None)
+
+
 def gives_logits(module: nn.Module, inputs: Tensor, targets: Tensor) -> bool:
     """Return whether the module maps inputs alone to logits alone, so that the caller computes the loss."""
-    others = list(inspect.signature(module.forward).parameters)[1:]
-    return not set(others) & set(TARGETS) and _are_logits(module(inputs), targets)
+    return parameter_of_targets(module) is None and _are_logits(module(inputs), targets)
 
 
 def judged(path: str, judge: Callable[[Any, Tensor], Any]) -> Forward:

@@ -46,12 +46,16 @@ LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions", "bl
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """A transformers module's family: how it is called and fed. sequence: its only sequence length, None for any."""
+    """A transformers module's family: how it is called and fed. sequence: its only sequence length, None for any.
+
+    labels: whether targets are labels of tokens, by transformers' rules: IGNORED counts for nothing.
+    """
 
     name: str
     forward: Forward
     draw: Draw | None  # None: tokens, as for every language model
     sequence: int | None = None
+    labels: bool = False
 
 
 def build(config: str, *, attention: str | None, layers: int | None) -> nn.Module:
@@ -148,11 +152,11 @@ def family_of(module: Any) -> Family | None:
         return Family(name=name, forward=_image, draw=_images(seen, sides, config.num_labels), sequence=sequence)
     if name in ("seq2seq", "speech") and reads == "input_features":
         known = hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions")
-        return Family(name="speech", forward=_speech, draw=_spectrograms(config)) if known else None
+        return Family(name="speech", forward=_speech, draw=_spectrograms(config), labels=True) if known else None
     if name in ("seq2seq", "speech") and reads == "input_ids":
-        return Family(name="seq2seq", forward=_seq2seq, draw=None)
+        return Family(name="seq2seq", forward=_seq2seq, draw=None, labels=True)
     if name == "causal":
-        return Family(name=name, forward=_causal(module), draw=None)
+        return Family(name=name, forward=_causal(module), draw=None, labels=True)
     return Family(name=name, forward=_masked(config), draw=None) if name == "masked" else None
 
 

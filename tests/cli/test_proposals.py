@@ -161,13 +161,13 @@ def test_what_the_command_line_fixes_stays(command: Command) -> None:
     assert all("--branch-at 1200" in one["command"] for one in branches)
     one = designs(command, "--budget", "2h", "--recipes", "rowwise_scaling")
     assert [(each["recipes"], each["asked"]) for each in one] == [
-        ("rowwise scaling, fused", False),
-        ("rowwise scaling, fused", True),
+        ("rowwise scaling, fused, bf16 head", False),
+        ("rowwise scaling, fused, bf16 head", True),
     ]
     assert not any("other recipe" in each["shows"] for each in one)
     two = designs(command, "--budget", "2h", "--recipes", "rowwise_scaling,delayed_scaling")
     assert any("--recipes rowwise_scaling " in one["command"] for one in two)
-    [both] = [one for one in two if one["recipes"] not in ("rowwise scaling, fused",)]
+    [both] = [one for one in two if one["recipes"] not in ("rowwise scaling, fused, bf16 head",)]
     assert (both["recipes"], "whether each trains" in both["shows"]) == ("2 recipes", True)  # none is judged first
     ending = designs(command, "--budget", "5h", "--recipes", "rowwise_scaling", "--bf16-from", "1730")
     assert not any("--branch-at" in one["command"] for one in ending)

@@ -477,11 +477,11 @@ WHISPER = {
 
 
 def test_a_ratio_to_fp8_s_emulation_that_is_beyond_by_chance_is_asked_of_more_batches(tmp_path: Path) -> None:
-    """Of this seed's first batch it is 1.21, of the second and third 1.04."""
+    """Of this seed's first batch it is 1.14, of the second and third 0.90 and 1.02."""
     layers = {"num_layers": 2, "num_decoder_layers": 2, "vocab_size": 512, "dropout_rate": 0.0}
     trial = step(of_config(T5 | layers, tmp_path), recipe="float8_current_scaling")
     changes = {"block": 64, "vocab": 512, "padded_vocab": 512, "grad_clip": 1.0}
-    found = check(dataclasses.replace(trial, seed=42, problem={**trial.problem, **changes}))
+    found = check(dataclasses.replace(trial, seed=142, problem={**trial.problem, **changes}))
     (ratio,) = (q for q in found["quantities"] if q["name"].startswith("grad, ratio to FP8 emulation"))
     assert ratio["name"].endswith(", of 3 batches")
     assert 0.9 < ratio["error"] < 1.1 < ratio["limit"]

@@ -17,7 +17,8 @@ from te_bench.experiments.measurement import Unsupported
 from te_bench.experiments.spec import OWN_ATTENTION, Trial
 from te_bench.models import grouped_gemm
 from te_bench.models import recipe as recipes
-from te_bench.models.adopted import Adopted
+from te_bench.models.adopted import PROBE_BATCH, Adopted
+from te_bench.models.families import IGNORED
 from te_bench.training.parallel import SINGLE
 from te_bench.training.step import TrainStep
 from te_bench.training.undisturbed import buffers_kept
@@ -75,7 +76,7 @@ def reference(
     elif trial.recipe is not None:
         _emulate(model, converted, recipes.load(trial.recipe), trial.seed)
         for head in model_of(step).fp8_heads:
-            scale = HEAD_SCALE * targets.numel()
+            scale = HEAD_SCALE * counted(targets)
             in_fp8 = recipes.Float8CurrentScaling()
             emulate(model.get_submodule(head), in_fp8, seed=trial.seed, gradient_scale=scale)
     if not exact:
@@ -108,6 +109,11 @@ def _plain(trial: Trial) -> Adopted:
     return trial_model.adopted_of(plain, kernel="math")
 
 
+def counted(targets: Tensor) -> int:
+    """Return how many targets count."""
+    return int((targets != IGNORED).sum())
+
+
 def draws(trial: Trial, inputs: Tensor, targets: Tensor) -> bool:
     """Whether a forward pass of the module finds another loss by another seed."""
     model, losses = _plain(trial), list[float]()
@@ -115,7 +121,7 @@ def draws(trial: Trial, inputs: Tensor, targets: Tensor) -> bool:
         for seed in (1, 2):
             torch.manual_seed(seed)
             with buffers_kept(model):
-                losses.append(model(inputs[:1], targets[:1]).item())
+                losses.append(model(inputs[:PROBE_BATCH], targets[:PROBE_BATCH]).item())
     return not _same(*losses)
 
 
@@ -155,11 +161,12 @@ def _require_same_loss(model: Adopted, inputs: Tensor, targets: Tensor, parts: l
     generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
 
     def losses_of(attempt: int) -> list[float]:
-        found, one = [], slice(attempt % len(inputs), attempt % len(inputs) + 1)
+        first = attempt % max(1, len(inputs) - PROBE_BATCH + 1)
+        found, few = [], slice(first, first + PROBE_BATCH)
         for seed in (2 * attempt, 2 * attempt + 1):
             torch.manual_seed(seed)
             with buffers_kept(model):
-                found.append(model(inputs[one], targets[one]).item())
+                found.append(model(inputs[few], targets[few]).item())
         return found
 
     with (

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from te_bench.experiments import trial_model
 from te_bench.experiments.checks import constants, large, rounding, routes, seeds, update
-from te_bench.experiments.checks.adopted_reference import draws, model_of, reference, turned_of
+from te_bench.experiments.checks.adopted_reference import counted, draws, model_of, reference, turned_of
 from te_bench.experiments.checks.function_modes import Kinks
 from te_bench.experiments.checks.gradients import (
     EMULATION,
@@ -36,8 +36,9 @@ from te_bench.experiments.problems import StepProblem, world_of
 from te_bench.experiments.spec import OWN_ATTENTION, Trial
 from te_bench.models import adopted
 from te_bench.models import recipe as recipes
-from te_bench.models.adopted import Adopted
+from te_bench.models.adopted import PROBE_BATCH, Adopted
 from te_bench.models.checkpointing import blocks_of
+from te_bench.models.families import IGNORED
 from te_bench.training import compiled_blocks
 from te_bench.training.parallel import SINGLE
 from te_bench.training.step import CannotCapture, TrainStep, autocast
@@ -157,18 +158,43 @@ def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[
     _settle(trial, step, inputs, targets)  # what is timed goes on with these scales
     with constants.moved(step, trial.seed, leave=turned_of(step)):
         quantities = over_batches(
-            _quantities(trial, step, inputs, targets, kinks),
+            _quantities(trial, step, inputs, _partly_ignored(step, targets), kinks),
             step,
-            lambda number: _quantities(trial, step, *another_batch(trial, number, len(inputs)), kinks),
+            lambda number: _of_another_batch(trial, step, number, len(inputs), kinks),
         )
     p = StepProblem.of(trial)
     words = ["math attention", "fp64", "same weights"]
     words += ["without dropout"] if not own else []
+    words += ["a quarter of the targets ignored"] if _partly_ignored(step, targets) is not targets else []
     words += [f"no row apart, for {' and '.join(sorted(kinks.found))} has a kink"] if kinks.found else []
     words += [] if p.layers is None else [f"both with {p.layers} of the model's layers"]
     words += [] if len(inputs) == rows else [f"both of {len(inputs)} of {rows} sequences"]
     check = update.checked(judge(", ".join(words), quantities), step, inputs, targets)
     return step, check, own
+
+
+def _of_another_batch(trial: Trial, step: TrainStep, number: int, rows: int, kinks: Kinks) -> list[Quantity]:
+    inputs, targets = another_batch(trial, number, rows)
+    return _quantities(trial, step, inputs, _partly_ignored(step, targets), kinks)
+
+
+def _partly_ignored(step: TrainStep, targets: Tensor) -> Tensor:
+    """Return the targets with a quarter of each sequence's ignored, where the model allows it and enough others are left.
+
+    Not the same quarter of every sequence, but as many of each: micro-batches, which average their own, weigh the same.
+    """
+    length = targets.shape[-1]
+    few = length // 4
+    left = counted(targets) - few * len(targets)
+    of_tokens = targets.dim() == 2 and not targets.is_floating_point()
+    legal = model_of(step).made.ignores and of_tokens and step.parallel is SINGLE
+    if (
+        not legal or left < ENOUGH_AT_KINK or counted(targets) < targets.numel()
+    ):  # the user's --inputs ignore some already
+        return targets
+    begins = few * torch.arange(len(targets), device=targets.device)[:, None]
+    places = torch.arange(length, device=targets.device)
+    return targets.masked_fill((places - begins) % length < few, IGNORED)
 
 
 def _settle(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor) -> None:
@@ -191,7 +217,7 @@ def _quantities(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, 
         gc.collect()  # a model by parts refers to itself: its weights would stay beside the yardstick's
     library = reference(trial, step, inputs, targets, trial.precision, parts, taken)
     step.parallel.of_all(None)  # wait for the slowest rank
-    found = _held(trial, targets.numel(), ours, library, truth, kinks)
+    found = _held(trial, counted(targets), ours, library, truth, kinks)
     wrong = [name for name in truth.of if any(q.wrong and q.name.split(", ")[0] == f"grad {name}" for q in found)]
     # A single pass tells no limit of one number's scale: the norm of the error says whether it may be rounding.
     norms = [q for q in found if q.wrong and not q.name.endswith((", scale", ", worst row"))]
@@ -206,7 +232,7 @@ def _quantities(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, 
                 for precision in (trial.precision, "fp64")
             )
             more.append(truth.with_errors(rounded, exact, wrong))
-        found = _held(trial, targets.numel(), ours, library, truth, kinks, more)
+        found = _held(trial, counted(targets), ours, library, truth, kinks, more)
     trial_model.allow_tf32(trial.precision)  # the references set it for themselves
     return found
 
@@ -295,8 +321,8 @@ def _noise(name: str, errors: list[float], truth: Gradients) -> float:
 def first_pass(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor) -> None:
     """Run an eager forward pass of a micro-batch, which counts FP8 GEMMs.
 
-    Raises Unsupported if the model's attention has no such kernel, or if the pass calls none of the blocks that are
-    checkpointed or compiled.
+    Raises Unsupported if the model's attention has no such kernel, if the pass calls none of the blocks that are
+    checkpointed or compiled, and if a micro-batch has fewer sequences than the model can pass.
     """
     model, one = model_of(step), max(1, len(inputs) // step.optim.accumulate)
     with warnings.catch_warnings(record=True) as said:
@@ -311,17 +337,35 @@ def first_pass(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor) -
                 model(inputs[:one], targets[:one])
         except RuntimeError as error:
             if NO_KERNEL not in str(error):
+                _require_enough(trial, one, error)
                 raise
             reasons = " ".join(filter(None, (_reason(str(warning.message)) for warning in said)))
             raise Unsupported(
                 f"{trial.attention}: this model's attention cannot have that kernel: {reasons or 'PyTorch does not say why'}"
             ) from None
+        except ValueError as error:  # a batch norm's
+            _require_enough(trial, one, error)
+            raise
     if model.changed is not None:
         _require_fp8_of_rival(trial, model)
     elif trial.recipe is not None and not model.gemms:
         kept = () if model.conversion is None else model.conversion.kept
         why = "; ".join(dict.fromkeys(layer.reason for layer in kept if layer.parameters)) or "it has none"
         raise Unsupported(f"fp8: te.convert finds no Linear of it that FP8 could compute: {why}")
+
+
+def _require_enough(trial: Trial, rows: int, error: Exception) -> None:
+    """Raise Unsupported if a pass of so few sequences failed, for planning has passed PROBE_BATCH."""
+    if rows >= PROBE_BATCH:
+        return
+    p = StepProblem.of(trial)
+    assert p.source is not None
+    way = f"take --batch {PROBE_BATCH} or more"
+    if p.batch != 1:
+        way = "the check's float64 has memory for no more: take fewer --tokens or a smaller model"
+    raise Unsupported(
+        f"{p.source.model}: a pass of one sequence raised {type(error).__name__}: {error}; {way}"
+    ) from error
 
 
 @contextlib.contextmanager

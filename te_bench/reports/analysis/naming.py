@@ -170,7 +170,8 @@ def arm_name(trial: Trial, fewer_bits: bool = False) -> str:
     fewer_bits: `judges_fewer_bits` of the arms in the same comparison.
     """
     kind = trial.problem.get("arm")
-    name = f"{recipe_name(trial.recipe) or trial.precision}{run_options.shown(trial.problem)}"
+    how = run_options.shown(trial.problem, in_fp8=trial.recipe is not None)
+    name = f"{recipe_name(trial.recipe) or trial.precision}{how}"
     name += f", {WHOLE}" if fewer_bits and kind == "control" else ""
     fault = f", broken on purpose: {str(trial.problem.get('fault')).replace('_', ' ')}" if kind == "broken" else ""
     return f"{name}{', A/A' if kind == 'aa' else ''}{fault}"

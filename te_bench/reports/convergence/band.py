@@ -1,6 +1,5 @@
 """Compute a band that holds the whole difference curve at once, over the last quarter of training."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -10,6 +9,7 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 from te_bench.reports.analysis.measures import CONFIDENCE
+from te_bench.reports.convergence.skewed import mean_of
 
 Array = NDArray[np.float64]
 
@@ -31,20 +31,28 @@ class Band:
 def band(
     steps: Sequence[float], candidate: Sequence[Sequence[float]], control: Sequence[Sequence[float]]
 ) -> Band | None:
-    """Return mean +- c sd / sqrt(n) over the steps of the last quarter, c the 95 % quantile of max |t|; None below 3 pairs.
+    """Return the verdict's 95 % interval at each step of the last quarter, c / c_1 times as long; None below 3 pairs.
 
-    steps rise. candidate and control: (n, steps) losses; row i of both has the same seed. c comes from flipping the signs
-    of whole centred difference curves and studentising each t anew, which keeps the correlation of neighbouring steps.
-    c is at most Bonferroni's, which alone serves 3 and 4 pairs.
+    steps rise. candidate and control: (n, steps) losses; row i of both has the same seed. c is the 95 % quantile of max |t|
+    over the steps and c_1 that of one |t|, Student's. c comes from flipping the signs of whole centred difference curves
+    and studentising each t anew, which keeps the correlation of neighbouring steps. It is at most Bonferroni's, which alone
+    serves 3 and 4 pairs, and at least c_1. So the band holds the verdict's interval, which need not be symmetric.
     """
     if len(candidate) < FEWEST_SEEDS:
         return None
     at = np.asarray(steps, dtype=np.float64)
     late = at >= at[-1] - LAST * (at[-1] - min(at[0], 0.0))
     gaps = (np.asarray(candidate, dtype=np.float64) - np.asarray(control, dtype=np.float64))[:, late]
-    mean, n = gaps.mean(axis=0), len(gaps)
-    half = _critical(gaps - mean) * (gaps.std(axis=0, ddof=1) / math.sqrt(n))
-    return Band(step=tuple(at[late].tolist()), low=tuple((mean - half).tolist()), high=tuple((mean + half).tolist()))
+    mean, one = gaps.mean(axis=0), float(stdtrit(len(gaps) - 1, 1 - (1 - CONFIDENCE) / 2))
+    low, high = np.transpose([_interval(of_step) for of_step in gaps.T])
+    longer = max(1.0, _critical(gaps - mean) / one)
+    low, high = mean - longer * (mean - low), mean + longer * (high - mean)
+    return Band(step=tuple(at[late].tolist()), low=tuple(low.tolist()), high=tuple(high.tolist()))
+
+
+def _interval(gaps: Array) -> tuple[float, float]:
+    """Return the verdict's interval of a mean gap, or the gap alone where it does not vary."""
+    return mean_of(gaps).interval((1 - CONFIDENCE) / 2) if np.ptp(gaps) > 0 else (gaps[0], gaps[0])
 
 
 def _critical(residuals: Array) -> float:

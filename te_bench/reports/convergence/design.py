@@ -24,6 +24,7 @@ from te_bench.reports.convergence.prediction import (
     GAPS,
     Option,
     Prediction,
+    counted,
     measured,
     power_table,
     warn_of_half,
@@ -116,13 +117,16 @@ class Design(Prediction):
         """Return the seconds of these rounds, one run at a time."""
         return None if self.takes is None else self.takes.of(rounds)
 
-    def power(self, rounds: int, gap: float) -> float:
-        """Return the chance that a recipe, after Holm, and A/A are EQUIVALENT, by the planned spread; recipes' mean."""
+    def power(self, rounds: int, gap: float = 0.0, margin: float | None = None) -> float:
+        """Return the chance that a recipe, after Holm, and A/A are EQUIVALENT, by the planned spread; recipes' mean.
+
+        margin: another one than the plan's.
+        """
         assert self.spread is not None
         return pooled.power(
             rounds,
             self.spread.at_most,
-            self.margin,
+            self.margin if margin is None else margin,
             ratio=self.ratio,
             recipes=self.family,
             gap=gap,
@@ -132,28 +136,18 @@ class Design(Prediction):
         )
 
     @property
-    def _tests(self) -> dict[str, dict[str, Any]]:
-        """Return {whose true gap: its design}: a recipe's, and A/A's, without which no verdict counts."""
-        return {
-            "a true gap": {"ratio": self.ratio, "recipes": self.family},
-            "A/A's true gap": {"ratio": self.ratio - 1, "recipes": 1},
-        }
-
-    @property
     def planned(self) -> Option:
         return self.option(self.rounds)
 
     @property
     def needed(self) -> int | None:
-        """The rounds in which a recipe and A/A each have a power of 80 % at a true gap of 0.
-
-        None if MOST_ROUNDS have less, or the spread is unknown.
-        """
+        """The rounds with a power of 80 % at a true gap of 0; None if MOST_ROUNDS have less, or the spread is unknown."""
         if self.spread is None:
             return None
-        of_all: dict[str, Any] = {"share": power.POWER, "alpha": self.alpha, "most": MOST_ROUNDS}
-        found = [pooled.rounds_needed(self.spread.at_most, self.margin, **of_all, **of) for of in self._tests.values()]
-        return None if None in found else max(rounds or 0 for rounds in found)
+        return power.fewest(self._suffice, FEWEST, MOST_ROUNDS)
+
+    def _suffice(self, rounds: int) -> bool:
+        return self.power(rounds) >= power.POWER - planning.ROUNDING
 
     @property
     def refused(self) -> str | None:
@@ -165,34 +159,23 @@ class Design(Prediction):
                 f"--alpha {self.alpha:g}: a pool's test of {self.family} recipes knows no critical values below "
                 f"{self.family * pooled.LEAST_ALPHA:g}; give that or more"
             )
-        if self.spread is None:
+        if self.spread is None or self._suffice(self.rounds):
             return None
-        sd, tests = self.spread.at_most, self._tests
-        shows = {
-            whose: pooled.power(self.rounds, sd, self.margin, **of, alpha=self.alpha, draws=pooled.DRAWS // 2)
-            for whose, of in tests.items()
-        }
-        whose = min(shows, key=lambda one: shows[one])
-        if shows[whose] >= power.POWER - planning.ROUNDING:
-            return None
-        needed = self.needed
-        ways = []
+        sd, needed, ways = self.spread.at_most, self.needed, []
         if needed is not None:
             cost = self.seconds(needed)
             ways.append(f"--seeds {needed}" + (f" ({self.machine.hours(cost)})" if cost else ""))
         if self.rounds >= FEWEST:
-            one = max(
-                pooled.least_margin(self.rounds, of["ratio"], self.alpha / of["recipes"], power.POWER)
-                for of in tests.values()
-            )
-            ways.append(f"--margin {power.two_figures(sd * one, math.ceil)}")
-            largest = power.two_figures(self.margin / one, math.floor)
+            one = pooled.least_margin(self.rounds, self.ratio, self.alpha, power.POWER) * sd
+            least = power.least_margin(lambda margin: self.power(self.rounds, margin=margin), one)
+            ways.append(f"--margin {power.two_figures(least, math.ceil)}")
+            largest = power.two_figures(self.margin / least * sd, math.floor)
             ways.append(f"runs that vary by {largest} (sd) or less, not {sd:.2g}")
         ways = ways or [f"{FEWEST} rounds or more"]
         return (
-            f"{self.rounds} rounds would show {whose} of 0 to lie within {self.margin:g} nat with a power of "
-            f"{shows[whose]:.0%} only, by the planned spread. It takes {', or '.join(ways)}; te-bench run begins such a run "
-            "only with --underpowered"
+            f"{counted(self.rounds, 'round')} would show both a recipe and A/A to be EQUIVALENT within {self.margin:g} nat, "
+            f"at a true gap of 0, with a power of {self.power(self.rounds):.0%} only, by the planned spread. It takes "
+            f"{', or '.join(ways)}; te-bench run begins such a run only with --underpowered"
         )
 
     @property
@@ -237,9 +220,9 @@ class Design(Prediction):
         bf16, looks = self.ratio * self.rounds, ", ".join(map(str, pooled.looks(max(self.rounds, FEWEST))))
         what = "pilot" if self.pilot else "design"
         said = [
-            f"The {what}: {self.rounds} rounds, each of one run of every recipe ({self.recipes}) and {self.ratio} of "
-            f"bf16, of which one is an ulp away: {bf16} bf16 runs, {self.rounds} of a recipe, {self.planned.runs} in all"
-            + (" with the planted fault's" if self.broken else ""),
+            f"The {what}: {counted(self.rounds, 'round')}, each of one run of every recipe ({self.recipes}) and "
+            f"{self.ratio} of bf16, of which one is an ulp away: {bf16} bf16 runs, {self.rounds} of a recipe, "
+            f"{self.planned.runs} in all" + (" with the planted fault's" if self.broken else ""),
         ]
         if self.pilot:
             said.append("  only the spread of its losses is shown; te-bench plan with --pilot DIR then uses it")

@@ -17,7 +17,7 @@ from te_bench.reports.convergence.design import trial_seconds
 from te_bench.reports.convergence.earlier_runs import EarlierRuns, family, first_plan
 from te_bench.reports.convergence.planning import Outlook, Prospect, Spread
 from te_bench.reports.convergence.power import power, two_figures
-from te_bench.reports.convergence.prediction import Option, Prediction, measured, power_table, warn_of_half
+from te_bench.reports.convergence.prediction import Option, Prediction, counted, measured, power_table, warn_of_half
 from te_bench.reports.convergence.study import scope_of
 
 _SEEDS = (3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 65, 80, 100)  # of the table
@@ -72,25 +72,24 @@ class Forecast(Prediction):
             return f"--seeds {self.seeds}: a pilot of pairs takes {few} seeds, {why}; give {few} or more"
         if outlook is None or self.pilot or not outlook.underpowered:
             return None
-        weakest, sd, whose = outlook.decisive, outlook.spread.gap_sd_at_most, "a true gap"
-        if outlook.aa_is_weaker:
-            weakest, sd, whose = outlook.aa, outlook.spread.aa_sd_at_most, "A/A's true gap"
-        ways = [f"--seeds {weakest.seeds_needed}"] if weakest.seeds_needed else []
-        ways += [] if weakest.detectable is None else [f"--margin {two_figures(weakest.detectable, math.ceil)}"]
-        largest = planning.largest_sd(outlook.seeds, outlook.margin, weakest.alpha)
-        if largest is not None:
-            ways.append(f"gaps that vary by {two_figures(largest, math.floor)} (sd) or less, not {sd:.2g}")
-        seeds = f"{outlook.seeds} seed{'s' * (outlook.seeds > 1)}"
+        ways = [f"--seeds {self.needed}"] if self.needed else []
+        if (least := outlook.detectable) is not None:
+            sd = outlook.spread.gap_sd_at_most
+            largest = two_figures(outlook.margin / least * sd, math.floor)
+            ways += [f"--margin {two_figures(least, math.ceil)}"]
+            ways += [f"gaps that vary by {largest} (sd) or less, not {sd:.2g}"]
+        ways = ways or ["a larger --alpha"]
         return (
-            f"{seeds} would show {whose} of 0 to lie within {outlook.margin:g} nat with a power of "
-            f"{weakest.power or 0:.0%} only ({_source(outlook.spread)}; 80 % bound, alpha {weakest.alpha:.3g}). It takes "
-            f"{', or '.join(ways)}; te-bench run begins such a run only with --underpowered"
+            f"{counted(outlook.seeds, 'seed')} would show both a recipe and A/A to be EQUIVALENT within {outlook.margin:g} "
+            f"nat, at a true gap of 0, with a power of {outlook.chance(outlook.seeds):.0%} only "
+            f"({_source(outlook.spread)}; 80 % bound, alpha {outlook.decisive.alpha:.3g}). It takes {', or '.join(ways)}; "
+            "te-bench run begins such a run only with --underpowered"
         )
 
     def sentences(self) -> list[str]:
         """Return the forecast in words, one line each; details are indented."""
         outlook = self.outlook
-        said = [f"What {self.seeds} seed{'s' * (self.seeds > 1)} can conclude, margin {self.margin:g} nat:"]
+        said = [f"What {counted(self.seeds, 'seed')} can conclude, margin {self.margin:g} nat:"]
         if self.scope is not None:
             said += self._of_branches()
         if self.pilot:
@@ -136,7 +135,7 @@ class Forecast(Prediction):
 
     def _options(self, outlook: Outlook) -> list[Option]:
         """Return the cost and power of other numbers of seeds, by the planned spread, at Holm's hardest step."""
-        most = max(self.seeds, outlook.decisive.seeds_needed or 0, outlook.aa.seeds_needed or 0)
+        most = max(self.seeds, self.needed or 0)
         options = [seeds for seeds in sorted({*_SEEDS, self.seeds}) if self._fewest <= seeds <= 2 * most]
         return [self.option(seeds) for seeds in options]
 
@@ -153,8 +152,7 @@ class Forecast(Prediction):
         """The fewest seeds with the power that a plan must have; None if no number has it, or the spread is unknown."""
         if self.outlook is None:
             return None
-        needed = [one.seeds_needed for one in (self.outlook.decisive, self.outlook.aa)]
-        return None if None in needed else max(self._fewest, *(seeds or 0 for seeds in needed))
+        return self.outlook.needed
 
     @property
     def takes(self) -> planning.SeedSeconds | None:
@@ -171,20 +169,13 @@ class Forecast(Prediction):
         seconds = None if self.takes is None else self.takes.of(seeds)
         if outlook is None:
             return Option(rounds=seeds, runs=runs, seconds=seconds, power=None)
-        aa = power(seeds, outlook.spread.aa_sd_at_most, self.margin, alpha=outlook.aa.alpha)
-        # For normal losses, b - a is independent of (a + b) / 2, so A/A's gap is independent of a recipe's. With one
-        # bf16 run the two correlate, and the chance is a little larger.
-        shown = tuple(aa * each for each in self._tests(seeds, outlook, outlook.decisive.alpha))
+        shown = tuple(outlook.chance(seeds, gap=gap) for gap in self.gaps)
         others = None
         if self.others:  # each passes only where the first recipe and A/A do
-            hardest = self._tests(seeds, outlook, outlook.hardest.alpha)
+            by, alpha = outlook.spread.gap_sd_at_most, outlook.hardest.alpha
+            hardest = (power(seeds, by, self.margin, gap=gap, alpha=alpha) for gap in self.gaps)
             others = tuple(first * own for first, own in zip(shown, hardest, strict=True))
         return Option(rounds=seeds, runs=runs, seconds=seconds, power=shown, power_of_others=others)
-
-    def _tests(self, seeds: int, outlook: Outlook, alpha: float) -> list[float]:
-        """Return the power of a recipe's own test at each gap."""
-        sd = outlook.spread.gap_sd_at_most
-        return [power(seeds, sd, self.margin, gap=gap, alpha=alpha) for gap in self.gaps]
 
     def _of_branches(self) -> list[str]:
         """Return lines on branches: what they are, what they prove, and what they leave on the disk."""

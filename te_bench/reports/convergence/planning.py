@@ -125,7 +125,7 @@ def unseen_fault(trials: Iterable[Trial], studies: Iterable[Study]) -> str | Non
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prospect:
-    """What an equivalence test at one alpha can show; a field is None if a verdict needs more seeds."""
+    """What an equivalence test at one alpha can show; a field is None if a verdict needs more seeds or a larger alpha."""
 
     alpha: float
     power: float | None  # at a true gap of 0
@@ -135,7 +135,9 @@ class Prospect:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outlook:
-    """What so many seeds can conclude by the upper bound of the spread, each test by itself.
+    """What so many seeds can conclude by the upper bound of the spread.
+
+    A plan must have a `chance` of 80 %. alone, hardest and aa are each test by itself.
 
     primary: one recipe is judged alone before the others; Holm's procedure is then over the others.
     """
@@ -144,6 +146,7 @@ class Outlook:
     margin: float
     recipes: int
     spread: Spread
+    fewest: int  # the seeds that a verdict needs, whatever the spread
     primary: bool
     alone: Prospect  # of one recipe, by all of alpha
     hardest: Prospect  # at the hardest step of Holm's procedure
@@ -154,6 +157,32 @@ class Outlook:
         """What a plan must be able to show: the primary recipe, or the hardest step."""
         return self.alone if self.primary else self.hardest
 
+    def chance(self, seeds: int, *, gap: float = 0.0, margin: float | None = None) -> float:
+        """Return the chance that the decisive recipe, of this true gap, and A/A are both EQUIVALENT; margin: another one.
+
+        For normal losses b - a is independent of (a + b) / 2, so A/A's gap is independent of a recipe's. With one bf16 run
+        the two correlate, and the chance is a little larger.
+        """
+        margin = self.margin if margin is None else margin
+        recipe = power.power(seeds, self.spread.gap_sd_at_most, margin, gap=gap, alpha=self.decisive.alpha)
+        return recipe * power.power(seeds, self.spread.aa_sd_at_most, margin, alpha=self.aa.alpha)
+
+    @property
+    def needed(self) -> int | None:
+        """The fewest seeds with the chance that a plan must have; None if no number has it."""
+        return power.fewest(self._suffice, self.fewest, power.MOST_SEEDS)
+
+    def _suffice(self, seeds: int) -> bool:
+        return seeds >= self.fewest and self.chance(seeds) >= power.POWER - ROUNDING
+
+    @property
+    def detectable(self) -> float | None:
+        """The smallest margin with the chance that a plan must have; None for 2 seeds, or too small an alpha."""
+        alone = self.decisive.detectable
+        return (
+            None if alone is None else power.least_margin(lambda margin: self.chance(self.seeds, margin=margin), alone)
+        )
+
     @property
     def aa_is_weaker(self) -> bool:
         """Whether A/A has less power than a recipe: A/A is compared with one bf16 run, a recipe perhaps with two."""
@@ -162,8 +191,7 @@ class Outlook:
     @property
     def underpowered(self) -> bool:
         """Whether these seeds would probably end INCONCLUSIVE, or with a void verdict."""
-        least = min(self.aa.power or 0.0, self.decisive.power or 0.0)
-        return self.recipes > 0 and least < power.POWER - ROUNDING
+        return self.recipes > 0 and not self._suffice(self.seeds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,6 +225,7 @@ def outlook(
         margin=margin,
         recipes=recipes,
         spread=spread,
+        fewest=fewest,
         primary=primary,
         alone=_prospect(seeds, margin, alpha, sd, fewest),
         hardest=_prospect(seeds, margin, alpha / family, sd, fewest),
@@ -206,18 +235,13 @@ def outlook(
 
 def _prospect(seeds: int, margin: float, alpha: float, sd: float, fewest: int) -> Prospect:
     enough, needed = seeds >= fewest, power.seeds_needed(sd, margin, alpha=alpha)
+    least = power.detectable(se=sd / math.sqrt(seeds), df=seeds - 1, alpha=alpha)
     return Prospect(
         alpha=alpha,
         power=power.power(seeds, sd, margin, alpha=alpha) if enough else None,
-        detectable=power.detectable(se=sd / math.sqrt(seeds), df=seeds - 1, alpha=alpha) if enough else None,
+        detectable=least if enough and least is not None and math.isfinite(least) else None,
         seeds_needed=None if needed is None else max(needed, fewest),
     )
-
-
-def largest_sd(seeds: int, margin: float, alpha: float) -> float | None:
-    """Return the largest standard deviation of a pair's gap for which so many seeds have 80 % power; None for 2 seeds."""
-    one = power.detectable(se=1 / math.sqrt(seeds), df=seeds - 1, alpha=alpha)
-    return None if one is None else margin / one
 
 
 def unlike(studies: Iterable[Study], control: Trial) -> str | None:

@@ -24,6 +24,7 @@ from te_bench.reports.convergence.equivalence import (
     in_words,
     outliers,
 )
+from te_bench.reports.convergence.prediction import counted
 from te_bench.reports.convergence.skewed import FEWEST
 from te_bench.reports.convergence.study import Study, StudyArm
 
@@ -82,8 +83,7 @@ def _judged(study: Study, c: LossComparison | None, claims: Claims, family: int,
         first = pooled.looks(study.rounds)[0]
         why = f"fewer than {first} of {study.rounds} rounds have ended, and the first look is after {first}"
         if study.rounds < FEWEST:
-            rounds = f"{study.rounds} round{'s' * (study.rounds > 1)}"
-            why = f"a plan of {rounds}: of fewer than {FEWEST} no spread is known"
+            why = f"a plan of {counted(study.rounds, 'round')}: of fewer than {FEWEST} no spread is known"
         return CandidateVerdict(verdict=Verdict.INCONCLUSIVE, reason=why, family=family)
     verdict = claims.verdict(c.alpha)
     needed = _needed(c, ratio, c.alpha / family) if verdict is Verdict.INCONCLUSIVE else None
@@ -180,7 +180,7 @@ def why_decided(study: Study, judged: CandidateVerdict, *, recipe: bool) -> str 
         return said
     ratio = (study.pool or 1) - (0 if recipe else 1)
     chance = _chance(c, study.rounds, ratio, known=judged.verdict)
-    return f"{said}; the other {study.rounds - c.n} rounds would hardly tell" if chance < HOPELESS else None
+    return f"{said}; the other {counted(study.rounds - c.n, 'round')} would hardly tell" if chance < HOPELESS else None
 
 
 def _chance(c: LossComparison, rounds: int, ratio: int, *, known: Verdict) -> float:

@@ -195,10 +195,11 @@ def power(
 ) -> float:
     """Return P(EQUIVALENT after Holm), if all recipes have this true gap and single runs vary by sd.
 
-    It is the mean over the recipes. with_aa: of studies whose A/A, of a true gap of 0, is EQUIVALENT too. Runs are normal;
-    their shape does not affect the error rate, and the power only little.
+    It is the mean over the recipes. with_aa: of studies whose A/A, of a true gap of 0, is EQUIVALENT too; 0 for one
+    bf16 run a round, which is A/A's and has none to be compared with. Runs are normal; their shape does not affect the error
+    rate, and the power only little.
     """
-    if rounds < FEWEST:
+    if rounds < FEWEST or (with_aa and ratio == 1):
         return 0.0
     looked, aa = _simulated(rounds, ratio, recipes, draws)
     shown = [_p_within(one, sd, gap, margin, rounds, ratio) for one in looked]

@@ -111,6 +111,17 @@ def _root(function: Callable[[float], float], low: float, high: float) -> float:
     return float(brentq(function, low, high))
 
 
+def least_margin(chance: Callable[[float], float], least: float) -> float:
+    """Return the smallest margin, within 0.1 %, whose chance is POWER, if it rises to 1 with the margin."""
+    least, most = least / 2, least
+    while chance(most) < POWER:
+        most *= 1.5
+    while most - least > 1e-3 * least:
+        middle = (least + most) / 2
+        least, most = (least, middle) if chance(middle) >= POWER else (middle, most)
+    return most
+
+
 def seeds_needed(sd: float, margin: float, *, gap: float = 0.0, alpha: float = 0.05, paired: bool = True) -> int | None:
     """Return the fewest pairs (runs an arm) with a power of POWER at a true `gap`; None if no number suffices."""
     if abs(gap) >= margin:

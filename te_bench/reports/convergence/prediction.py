@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from te_bench.reports.convergence.earlier_runs import Machine
 from te_bench.reports.convergence.power import fewest
 
@@ -74,6 +76,16 @@ def gaps_of(margin: float, measured: float | None) -> tuple[float, ...]:
     return (*(share * margin for share in GAPS), *(() if measured is None else (measured,)))
 
 
+def nat(gap: float) -> str:
+    """Return a gap with two figures and without an exponent: 0.000033."""
+    return np.format_float_positional(gap, precision=2, fractional=False, trim="-")
+
+
+def counted(number: int, unit: str) -> str:
+    """Return a number of what `unit` names in the singular: 1 round, 2 rounds."""
+    return f"{number} {unit}{'s' * (number != 1)}"
+
+
 def listed(power: Sequence[float] | None) -> str:
     """Return the power at each gap in words: 99%, 93%, 74%."""
     return ", ".join(f"{share:.0%}" for share in power or ())
@@ -81,16 +93,15 @@ def listed(power: Sequence[float] | None) -> str:
 
 def measured(gap: float | None) -> str:
     """Return words that follow "where the true gap is": which of the gaps is by what was measured."""
-    return "" if gap is None else f" (the last, {gap:.2g}, is by the gaps measured so far)"
+    return "" if gap is None else f" (the last, {nat(gap)}, is by the gaps measured so far)"
 
 
 def warn_of_half(plan: Option, margin: float) -> list[str]:
     """Return a warning, indented, if the plan would rather not show a gap of half the margin."""
     if plan.power is None or plan.at_half >= 0.5:
         return []
-    return [
-        f"  warning: where the true gap is half the margin, {margin / 2:.2g} nat, {plan.at_half:.0%} of such studies show it"
-    ]
+    half = nat(margin / 2)
+    return [f"  warning: where the true gap is half the margin, {half} nat, {plan.at_half:.0%} of such studies show it"]
 
 
 def power_table(
@@ -101,12 +112,14 @@ def power_table(
     Behind a bar stands the power of recipes that are judged after the first, if there are any.
     """
     hours = "GPU h" if machine.device == "cuda" else "CPU h"
-    heads = " ".join(f"{f'{gap:.4f}'.rstrip('0').rstrip('.'):>7}" for gap in gaps)
+    named = [nat(gap) for gap in gaps]
+    width = max(7, *map(len, named))
+    heads = " ".join(f"{name:>{width}}" for name in named)
     after = f" | {heads}" if any(one.power_of_others for one in rows) else ""
     lines = [f"  {unit:>8} {'runs':>6} {hours:>7}  {heads}{after}"]
     for one in rows:
         cost = "-" if one.seconds is None else f"{machine.device_s(one.seconds) / 3600:.3g}"
-        shown = (" ".join(f"{p:>7.0%}" for p in each) for each in (one.power, one.power_of_others) if each)
+        shown = (" ".join(f"{p:>{width}.0%}" for p in each) for each in (one.power, one.power_of_others) if each)
         mark = " *" if one.rounds == planned else ""
         lines.append(f"  {one.rounds:>8} {one.runs:>6} {cost:>7}  {' | '.join(shown)}{mark}")
     return lines

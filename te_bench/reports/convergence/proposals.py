@@ -18,7 +18,7 @@ from te_bench.reports.convergence import planning
 from te_bench.reports.convergence.budget import command
 from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine, first_judgement
 from te_bench.reports.convergence.forecast import forecast
-from te_bench.reports.convergence.prediction import Option, gaps_of, listed, measured
+from te_bench.reports.convergence.prediction import Option, gaps_of, listed, measured, nat
 
 CLOSE = 0.05  # a design that proves less is worth naming for so much more power at the largest of GAPS
 
@@ -87,7 +87,7 @@ class Proposals:
     def sentences(self) -> Iterator[tuple[str, str]]:
         """Yield a sentence, and the command that it is about or ""."""
         within = planning.duration(self.budget_s)
-        gaps = ", ".join(f"{gap:.2g}" for gap in gaps_of(self.margin, self.gap))
+        gaps = ", ".join(nat(gap) for gap in gaps_of(self.margin, self.gap))
         said = f"Designs that conclude within {within}{self.machine.on}, the strongest first"
         if self.instead:
             said = (

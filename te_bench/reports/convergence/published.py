@@ -63,7 +63,7 @@ PUBLISHED = (
     ),
     Published(
         recipe="delayed_scaling_e4m3", fused=True, fp8_head=False, verdict="EQUIVALENT",
-        records="h200/convergence-gpt2-e4m3", arm="delayed scaling E4M3, fused",
+        records="h200/convergence-gpt2-e4m3", arm="delayed scaling E4M3, fused, bf16 head",
         training="100 M tokens", margin=0.005, gap="0.0025 [-0.0008, 0.0046]", sooner="1.14× [1.10, 1.15]",
         on="5 of 20 pairs share a host",
     ),

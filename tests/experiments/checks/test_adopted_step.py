@@ -129,6 +129,26 @@ class Filled(Model):  # as XGLM, with a number of the dtype's in a tensor of no 
         return torch.maximum(x, torch.full((), torch.finfo(x.dtype).min))
 
 
+class Normed(Model):  # over the sequences of a batch, of which one has no variance
+    def __init__(self):
+        super().__init__(True)
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, tokens, targets):
+        x = self.embedding(tokens).mean(1)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)), targets[:, 0])
+
+
+class Judged(Model):  # a loss of its own, which knows no target to ignore
+    def __init__(self):
+        super().__init__(True)
+
+    def forward(self, tokens, targets):
+        return -super().forward(tokens).log_softmax(-1).gather(-1, targets[..., None]).mean()
+
+
 def bare():
     return nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64))
 """
@@ -148,6 +168,21 @@ def trial_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         attention="own",
     )
     sys.modules.pop("checkpointed_blocks", None)
+
+
+@pytest.mark.parametrize(("precision", "recipe"), [("fp32", None), ("bf16", None), ("fp8", "delayed_scaling")])
+def test_a_model_that_cannot_pass_one_sequence_is_checked(precision, recipe, trial_of) -> None:
+    trial = replace(trial_of("Normed").with_(checkpointing=None, batch=16), precision=precision, recipe=recipe)
+    step, check = adopted_step.begin(trial, *train_step.random_batches(trial)[0])
+    assert {q["name"] for q in check["quantities"]} >= {"loss", "grad module.norm.weight"}
+    assert step.model.get_buffer("module.norm.num_batches_tracked") == 0
+
+
+def test_one_sequence_that_a_model_cannot_pass_is_refused_with_what_to_do(trial_of: Any) -> None:
+    trial = trial_of("Normed").with_(checkpointing=None, batch=1, accumulate=2)
+    said = "^checkpointed_blocks:Normed: a pass of one sequence raised ValueError: Expected more than 1 value.*; "
+    with pytest.raises(Unsupported, match=f"{said}take --batch 2 or more$"):
+        adopted_step.begin(trial, *train_step.random_batches(trial)[0])
 
 
 def test_blocks_that_are_called_pass(trial_of: Any) -> None:
@@ -363,7 +398,8 @@ FAULTS: dict[str, Any] = {
     "mlp.act_fn.alpha_n": lambda gradient: -gradient,
     "mlp.up_proj.weight": lambda gradient: 1.05 * gradient,
     "self_attn.lambda_q1": lambda gradient: gradient.roll(1),
-    "input_layernorm.weight": lambda gradient: gradient.index_fill(0, torch.tensor([3]), 0.0),
+    # Of median size: rounding hides the smallest.
+    "input_layernorm.weight": lambda gradient: gradient.index_fill(0, gradient.abs().median(0).indices, 0.0),
 }
 
 
@@ -388,3 +424,69 @@ def test_a_wrong_gradient_beside_those_of_few_numbers_is_caught(config, fault, t
     monkeypatch.setattr(TrainStep, "gradients", wrong)
     with pytest.raises(CheckFailed, match=rf"layers\.0\.{fault}"):
         adopted_step.begin(trial, *train_step.random_batches(trial)[0])
+
+
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SIZES}
+T5 = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "decoder_start_token_id": 0}
+T5 |= {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_heads": 4, "num_layers": 1, "feed_forward_proj": "gated-gelu"}
+
+
+def by_all_tokens(step: TrainStep) -> None:
+    mean = step.model.module.loss_function
+
+    def loss(*_: Any, shift_labels: torch.Tensor, **given: Any) -> torch.Tensor:
+        return mean(*_, shift_labels=shift_labels, num_items_in_batch=shift_labels.numel(), **given)
+
+    step.model.module.loss_function = loss
+
+
+def as_token_0(step: TrainStep) -> None:
+    mean = step.model.module.loss_function
+
+    def loss(*_: Any, shift_labels: torch.Tensor, **given: Any) -> torch.Tensor:
+        return mean(*_, shift_labels=shift_labels.clamp(min=0), **given)
+
+    step.model.module.loss_function = loss
+
+
+@pytest.mark.usefixtures("asked_here")
+@pytest.mark.parametrize(
+    ("fault", "precision", "recipe"),
+    [
+        (None, "fp8", "float8_current_scaling"),
+        (by_all_tokens, "bf16", None),
+        (by_all_tokens, "fp8", "float8_current_scaling"),
+        (as_token_0, "bf16", None),
+    ],
+)
+def test_a_step_that_counts_ignored_targets_fails(fault, precision, recipe, tmp_path, monkeypatch):
+    trial = replace(of_config(tmp_path, LLAMA, precision).with_(accumulate=2), recipe=recipe)
+    made = trial_model.step_of
+
+    def step_of(trial: Trial) -> TrainStep:
+        step = made(trial)
+        if fault is not None:
+            fault(step)
+        return step
+
+    monkeypatch.setattr(trial_model, "step_of", step_of)
+    batch = train_step.random_batches(trial)[0]
+    if fault is None:
+        check = adopted_step.begin(trial, *batch)[1]
+        assert "a quarter of the targets ignored" in check["reference"]
+    else:
+        with pytest.raises(CheckFailed, match=r"^(loss|grad)"):
+            adopted_step.begin(trial, *batch)
+
+
+@pytest.mark.usefixtures("asked_here")
+def test_labels_of_a_decoder_are_ignored_in_part(tmp_path: Path) -> None:
+    trial = of_config(tmp_path, T5, "bf16")
+    assert "targets ignored" in adopted_step.begin(trial, *train_step.random_batches(trial)[0])[1]["reference"]
+
+
+@pytest.mark.parametrize(("factory", "ignored"), [("Judged", False), ("whole", True)])
+def test_no_target_is_ignored_where_the_model_has_a_loss_of_its_own(factory, ignored, trial_of) -> None:
+    trial = trial_of(factory).with_(checkpointing=None, batch=16)
+    _, check = adopted_step.begin(trial, *train_step.random_batches(trial)[0])
+    assert ("targets ignored" in check["reference"]) == ignored

@@ -13,7 +13,7 @@ from te_bench.experiments import plan
 from te_bench.experiments.spec import MODES, PRECISIONS, Options, Trial
 from te_bench.experiments.store import Plan as StoredPlan
 from te_bench.experiments.store import Store
-from te_bench.reports.analysis.naming import COMPILED, EAGER, TE_BENCH, plain_names, specification, whose
+from te_bench.reports.analysis.naming import COMPILED, EAGER, TE_BENCH, arm_name, plain_names, specification, whose
 from te_bench.reports.analysis.rows import Group, load_results
 
 RESULTS = Path(__file__).parents[3] / "results"
@@ -138,3 +138,19 @@ def test_the_specification_has_every_setting_but_the_seed() -> None:
 )
 def test_whose_step_a_trial_times(settings: dict[str, str], who: str) -> None:
     assert whose(trial(**settings)) == who
+
+
+@pytest.mark.parametrize(
+    ("precision", "blocks", "head", "name"),
+    [
+        ("fp8", "fused", "chunked", "delayed scaling, fused, bf16 head"),
+        ("fp8", "fused", None, "delayed scaling, fused, bf16 head"),
+        ("fp8", "fused", "fp8", "delayed scaling, fused, FP8 head"),
+        ("fp8", None, "chunked", "delayed scaling"),
+        ("bf16", "fused", "chunked", "bf16, fused"),
+    ],
+)
+def test_a_study_names_the_head_of_a_fused_step_in_fp8(precision: str, blocks: str, head: str, name: str) -> None:
+    recipe = "delayed_scaling" if precision == "fp8" else None
+    settings = {"arm": "recipe", "blocks": blocks, "head": head}
+    assert arm_name(trial(precision=precision, recipe=recipe, **settings)) == name

@@ -60,9 +60,7 @@ def test_a_recipe_and_aa_are_shown_as_often_as_by_simulated_runs_of_two_bf16_a_s
     both = shown(recipe - (control + aa) / 2), shown(aa - control)
     assert found.alone.power == pytest.approx(float(both[0].mean()), abs=0.02)
     assert power.power(6, spread.aa_sd, 0.004) == pytest.approx(float(both[1].mean()), abs=0.02)
-    assert power.power(6, spread.aa_sd, 0.004) * found.alone.power == pytest.approx(
-        float((both[0] & both[1]).mean()), abs=0.02
-    )
+    assert found.chance(6) == pytest.approx(float((both[0] & both[1]).mean()), abs=0.02)
     assert found.aa_is_weaker
     spread = Spread(sd=0.0019, correlation=0.4, pairs=9, bf16_runs=2)
     enough = next(n for n in range(3, 40) if planning.outlook(
@@ -227,8 +225,7 @@ def test_a_plan_has_power_by_the_upper_bound_or_is_underpowered() -> None:
     few = planning.outlook(seeds=6, margin=0.003, alpha=0.05, recipes=1, spread=spread)
     assert power.power(6, spread.gap_sd, 0.003) > 0.8
     assert few.underpowered
-    needed = few.decisive.seeds_needed
-    enough = planning.outlook(seeds=needed + 1, margin=0.003, alpha=0.05, recipes=1, spread=spread)
+    enough = planning.outlook(seeds=few.needed, margin=0.003, alpha=0.05, recipes=1, spread=spread)
     assert not enough.underpowered
     nothing_to_claim = planning.outlook(seeds=3, margin=0.003, alpha=0.05, recipes=0, spread=spread)
     assert not nothing_to_claim.underpowered

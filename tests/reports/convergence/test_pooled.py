@@ -237,6 +237,11 @@ def test_a_plan_s_power_with_aa_is_the_share_of_studies_that_pass_and_whose_aa_d
     assert shown == pytest.approx(said, abs=4 * math.sqrt(said * (1 - said) / count))
 
 
+def test_a_pool_of_one_bf16_run_a_round_has_no_aa_to_show():
+    assert pooled.power(6, 0.1, MARGIN, ratio=1) == 1
+    assert pooled.power(6, 0.1, MARGIN, ratio=1, with_aa=True) == 0
+
+
 def test_a_run_that_is_missing_ends_the_rounds_that_are_looked_at():
     one = study(np.random.default_rng(3), [0])
     del one.control.finals[3 * 9]  # of round 9: looks after 5 and 8 rounds stand, the last does not
