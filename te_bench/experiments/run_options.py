@@ -26,7 +26,7 @@ WHOLE = "float32"  # the default of --weights and --states; may be given, and ch
 #: Settings by which options change the trials that a convergence study judges.
 JUDGED = ("blocks", "optimizer", "head", "weights", "states", "bf16_from")
 
-BF16_HEAD = "head in bf16"  # beside te.convert's parts in FP8, which have the head in FP8
+BF16_HEAD = "bf16 head"  # of a fused FP8 step, and beside te.convert's parts in FP8
 
 # Checks raise ValueError, naming the flag, for a value that no suite can obey.
 
@@ -459,9 +459,7 @@ def shown(settings: Mapping[str, Any], *, in_fp8: bool = False) -> str:
     said += ["te-bench's kernels"] if settings.get("parts") else []
     if said and settings.get("head") == "fp8":
         said.append("FP8 head")
-    elif settings.get("blocks") and in_fp8:
-        said.append("bf16 head")
-    elif settings.get("parts") and settings.get("head"):
+    elif (settings.get("blocks") and in_fp8) or (settings.get("parts") and settings.get("head")):
         said.append(BF16_HEAD)
     said += [f"bf16 from step {settings['bf16_from']:,}"] if settings.get("bf16_from") else []
     return "".join(f", {word}" for word in (*said, *fewer_words(settings)))

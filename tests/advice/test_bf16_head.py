@@ -30,7 +30,7 @@ LLAMA = {
 }  # fmt: skip
 FP8 = Choice(attention=OWN_ATTENTION, precision="fp8", recipe=DELAYED, mode="cudagraph", parts="all")
 BF16_HEAD = dataclasses.replace(FP8, head=CHUNKED)
-WORDS = "te-bench FP8, delayed scaling E4M3, head in bf16, one CUDA graph"
+WORDS = "te-bench FP8, delayed scaling E4M3, bf16 head, one CUDA graph"
 HEAD = {"rows": 64, "in_features": 64, "out_features": 128, "calls": 1, "kept": 1, "names": ["module.lm_head"]}
 
 pytestmark = pytest.mark.usefixtures("asked_here")
@@ -86,7 +86,7 @@ def test_a_model_without_such_a_head_has_no_such_choice(asked: Question, head: s
     evidence = gathered(Causal(asked, head=head))
     assert not any(choice.head for choice in evidence.question.choices)
     assert not any(choice.head for choice in evidence.steps)
-    assert not any("head in bf16" in words for words in evidence.left_out)
+    assert not any("bf16 head" in words for words in evidence.left_out)
 
 
 def test_a_survey_from_before_there_was_the_choice_leaves_nothing_out(asked: Question) -> None:

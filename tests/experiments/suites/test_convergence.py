@@ -149,7 +149,7 @@ def test_of_a_user_s_model_the_steps_with_te_bench_s_kernels_are_arms(llama: str
     said = {arm_name(t): (t.problem["parts"], t.problem.get("head"), t.recipe) for t in more}
     assert said.keys() == {
         "delayed scaling, te-bench's kernels",
-        "delayed scaling, te-bench's kernels, head in bf16",
+        "delayed scaling, te-bench's kernels, bf16 head",
     }
     assert set(said.values()) == {("all", None, "delayed_scaling"), ("all", "chunked", "delayed_scaling")}
     assert len(plain.trials) + 2 == len(fused.trials)

@@ -107,7 +107,7 @@ def test_each_way_of_torch_compile_has_its_name() -> None:
 
 def test_a_users_head_in_bf16_has_its_name_beside_one_in_fp8() -> None:
     ways = [trial(parts="all", mode="cudagraph", **more, **EIGHT) for more in ({}, {"head": "chunked"})]
-    assert named(*ways) == ["te-bench FP8, FP8 head", "te-bench FP8, head in bf16"]
+    assert named(*ways) == ["te-bench FP8, FP8 head", "te-bench FP8, bf16 head"]
     assert named(*ways, trial(parts="all", mode="cudagraph")) == [*named(*ways), "te-bench bf16"]
     assert named(trial(**EIGHT), ways[0]) == ["te-bench FP8, eager", "te-bench FP8, CUDA graph"]
 
