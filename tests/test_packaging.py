@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 import te_bench
 
@@ -46,6 +47,12 @@ def test_te_bench_needs_what_it_imports_and_no_more() -> None:
     optional = set().union(*(names(extras[extra]) for extra in extras.keys() - OF_THE_TESTS))
     assert imported() - known <= optional | BROUGHT
     assert not known & optional
+
+
+def test_flash_attention_4_which_has_betas_alone_can_be_installed() -> None:
+    """pip takes a beta only where the requirement names one."""
+    [one] = [each for each in PROJECT["optional-dependencies"]["rivals"] if each.startswith("flash-attn-4")]
+    assert Requirement(one).specifier.prereleases
 
 
 def test_one_version_is_everywhere() -> None:

@@ -38,7 +38,7 @@ MEASURES = "A larger --budget would also measure"
 
 
 def sentences(evidence: Evidence, decision: Decision, findings: Sequence[Finding]) -> list[str]:
-    """Return what is advised and why, the most important first."""
+    """Return what is advised and why, the most important first; a sentence's command is on a line of its own."""
     question = evidence.question
     said = [_promising(evidence, decision), _use(evidence, decision), decision.why, _faster(evidence, decision)]
     said += [" ".join(filter(None, [_memory(question, decision), _predicted(evidence, decision.use)]))]
@@ -68,7 +68,8 @@ def terminal(evidence: Evidence, decision: Decision, findings: Sequence[Finding]
     kept: list[str] = []
     *first, last = sentences(evidence, decision, findings)
     for number, sentence in enumerate(first):
-        wrapped = wrap.wrap(sentence)
+        words, _, command = sentence.partition("\n")
+        wrapped = [*wrap.wrap(words), *([f"  {command}"] if command else [])]  # in one line, to be copied
         if len(kept) + len(wrapped) + len(lines) + 1 <= LINES:
             kept += wrapped
         elif number == 0:

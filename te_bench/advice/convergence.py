@@ -30,7 +30,9 @@ def preference(choice: Choice, have: Choice, memory: float | None) -> tuple[int,
 
 
 def in_words(question: Question, choice: Choice, seconds: float, *, beside: bool = True) -> str:
-    """Return a few sentences about convergence; seconds: of one step of the choice, to tell the command's cost.
+    """Return a few sentences about convergence, and perhaps a command on a line of its own.
+
+    seconds: of one step of the choice, to tell the command's cost.
 
     beside: whether to quote the recipe that passed beside one that did not.
     """
@@ -53,7 +55,7 @@ def in_words(question: Question, choice: Choice, seconds: float, *, beside: bool
     if choice.rival:
         said += f"; te-bench's {recipe_name(choice.recipe)} has the same arithmetic"
     cost, pilot = _hours(question, seconds), command(question, choice)
-    return f"Convergence: {said}. A pilot tells in {cost} how many seeds your model takes: {pilot}."
+    return f"Convergence: {said}. A pilot tells in {cost} how many seeds your model takes:\n{pilot}"
 
 
 def command(question: Question, choice: Choice) -> str:

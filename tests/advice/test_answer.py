@@ -68,6 +68,7 @@ def test_the_terminal_says_it_in_so_many_lines(answered: Answered) -> None:
     assert len(lines) <= answer.LINES
     assert max(map(len, lines)) <= 125
     assert lines[0].startswith("Use te-bench FP8, ")
+    assert f"  {convergence.command(evidence.question, found.use)}" in lines  # to be copied
     text = " ".join(said.split())
     words = ["as fast as what you have", "3 runs of each", "Predicted:", "Measured:", "Convergence:", "Trap:", "GPU"]
     assert all(word in text for word in [*words, 'blocks="fused"']), text
@@ -256,7 +257,7 @@ def test_convergence_of_bf16_needs_no_proof_and_of_fp8_names_the_command() -> No
     assert "; by " not in e4m3
     command = "te-bench run convergence --preset gpt2-short --model gpt2 --recipes delayed_scaling"
     command += " --fused --head bf16 --as-pilot"
-    assert f"A pilot tells in 7 GPU minutes how many seeds your model takes: {command}." in said
+    assert f"A pilot tells in 7 GPU minutes how many seeds your model takes:\n{command}" in said
     assert " --fused --head fp8 --as-pilot" in convergence.command(asked, dataclasses.replace(fused(), head="fp8"))
     assert "--head" not in convergence.command(asked, dataclasses.replace(fused(), fused=False))
     other = convergence.in_words(asked, fused("rowwise_scaling"), 0.02)
@@ -312,4 +313,4 @@ def test_every_sentence_is_one_thought(answered: Answered, tmp_path: Path) -> No
     said = answer.sentences(evidence, decided(machine, evidence, tmp_path), findings)
     assert any("torch.compile makes the step slower" in sentence for sentence in said)
     assert next(f.name for f in findings) == "compile"
-    assert all(sentence.endswith(".") for sentence in said)
+    assert all(sentence.partition("\n")[0].endswith((".", "takes:")) for sentence in said)

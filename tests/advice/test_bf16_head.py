@@ -161,7 +161,7 @@ def test_where_it_is_as_fast_it_is_advised(asked: Question, tmp_path: Path) -> N
     assert "Shown to train like bf16" not in " ".join(said)
     assert "EQUIVALENT within 0.005" in " ".join(said)
     assert "A pilot tells in " in " ".join(said)
-    assert " --recipes delayed_scaling_e4m3 --fused --head bf16 --as-pilot." in " ".join(said)
+    assert " --recipes delayed_scaling_e4m3 --fused --head bf16 --as-pilot" in " ".join(said)
 
 
 def test_a_verdict_that_shows_it_comes_before_one_that_does_not(asked: Question) -> None:

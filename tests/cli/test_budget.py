@@ -409,8 +409,12 @@ def test_what_is_known_of_the_spread_is_used_and_else_said_to_be_assumed(command
     assert "takes 7 seeds" not in flat  # by the estimate itself
     chance = "chance that a recipe and A/A are both called EQUIVALENT, where the true gap in nat is:"
     assert f"{chance} seeds runs CPU h 0 0.001 0.0015 3" in flat  # no loss of this training is known, and so no gap
+    assert "take --seeds 22: the fewest with 80 % where the true gap is half the margin, 12 where it is 0" in flat
+    assert re.search(
+        r" 10 36 - 56% .* 12 42 - 83% .* 20 66 - 100% \d+% 7\d%", flat
+    )  # at 0, and with 20 at half the margin
     assert "Holm" not in flat  # one recipe
-    assert "time: not known; --pilot DIR of a pilot gives it" in flat
+    assert "time: not known until you run a pilot and give its folder by --pilot DIR" in flat
     for option, value in (("steps", 77), ("learning-rate", 2e-3), ("warmup", 5), ("accumulate", 2), ("batch", 9)):
         other = plainly(command("plan", *CONVERGENCE, "--seeds", "5", f"--{option}", value).out)
         assert "power: not known, because no record shows how far gaps of this training vary" in other
@@ -618,7 +622,7 @@ def test_the_presets_of_whole_trainings_follow_their_plan(command: Command, monk
     assert "the hardest of the other 6 (Holm, alpha 0.00833), which pass only where it does: by its own test" in said
     # gaps of 0, a third and half of the margin, and of GPT-2's study
     assert (
-        "(the last, 0.0035, is by the gaps measured so far): seeds runs GPU h 0 0.0017 0.0025 0.0035 | 0 0.0017 0.0025"
+        "(the last, 0.0035, is what published studies make likely): seeds runs GPU h 0 0.0017 0.0025 0.0035 | 0 0.0017 "
         in said
     )
     [row, others] = re.findall(r" 12 111 5\.86 ([\d% ]+) \| ([\d% ]+) \*", said)[0]
@@ -630,7 +634,10 @@ def test_the_presets_of_whole_trainings_follow_their_plan(command: Command, monk
     short = plainly(command(*asked, "gpt2", "--seeds", 10).out)
     assert "warning: where the true gap is half the margin, 0.0025 nat, 42% of such studies show it" in short
     assert "| 0" not in command(*asked, "gpt2", "--only", "*-control-*,*-aa-*,*/delayed_scaling_e4m3/*").out
-    assert "two runs of one seed correlate by 0.97: a pool of bf16 runs takes 29 times as many runs" in said
+    assert (
+        "a pool of bf16 runs takes 29 times as many runs for the same interval: two runs of one seed correlate by 0.97"
+        in said
+    )
     assert "time: about 5.86 GPU hours (estimated for an H200, by published records of like trials" in said
 
 
@@ -1030,7 +1037,8 @@ def test_a_plan_of_branches_promises_nothing_of_fewer_trunks_than_a_verdict_take
 def test_a_pilot_of_branches_tells_their_spread(command: Command, tmp_path: Path) -> None:
     asked = ("--preset", "cpu", "--branch-at", "100")
     shown = plainly(command("plan", *CONVERGENCE, *asked, "--as-pilot").out)
-    assert "a pilot, of whose losses only the spread is shown" in shown
+    assert "a pilot: it measures how far losses vary" in shown
+    assert "take --seeds" not in shown
     draw = random.Random(3)
     records = []
     for trial in trials(seeds=None, steps=None, branch_at=100, as_pilot=True):

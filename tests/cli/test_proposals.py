@@ -78,7 +78,7 @@ def test_a_budget_too_small_for_all_recipes_names_one_alone_and_branches(command
         rf"{FIRST}: 17 seeds, 54 runs, 2\.85 GPU hours, power 100%, 98%, \d+%, \d+%\. Shows whether it", said
     )
     assert (
-        "where its true gap in nat is 0, 0.0017, 0.0025, 0.0035 (the last, 0.0035, is by the gaps measured so far):"
+        "where its true gap in nat is 0, 0.0017, 0.0025, 0.0035 (the last, 0.0035, is what published studies make likely):"
         in said
     )
     assert f"te-bench run convergence --device cuda --preset gpt2 --data random {alone}" in done.out

@@ -144,7 +144,7 @@ def best_ratio(recipes: int) -> int:
 def _ways(options: Options, preset: str, problem: Settings) -> list[Way]:
     """Return what is judged: recipes; with --weights or --states, bf16 and the named recipes with these settings."""
     if options.head is not None and not options.fused:
-        raise ValueError(f"--head {options.head} is of the fused step: add --fused, or leave it out")
+        raise ValueError(f"--head {options.head} needs --fused: it chooses the head of the fused step")
     if fewer := run_options.fewer_bits(options):
         if options.fused:
             raise ValueError("--fused with --weights or --states: a study answers one question; leave --fused out")

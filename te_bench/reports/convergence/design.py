@@ -251,7 +251,7 @@ class Design(Prediction):
         by = f" ({self.time_from})" if self.time_from else ""
         seconds = self.seconds(self.rounds)
         if seconds is None:
-            said.append("  time: not known; --pilot DIR gives it")
+            said.append("  time: not known until you run a pilot and give its folder by --pilot DIR")
         else:
             elapsed = planning.duration(seconds / self.machine.slots)
             longest = planning.duration(max(time or 0.0 for time in self.trial_s.values()))

@@ -16,8 +16,16 @@ from te_bench.reports.convergence import planning
 from te_bench.reports.convergence.design import trial_seconds
 from te_bench.reports.convergence.earlier_runs import EarlierRuns, family, first_plan
 from te_bench.reports.convergence.planning import Outlook, Prospect, Spread
-from te_bench.reports.convergence.power import power, two_figures
-from te_bench.reports.convergence.prediction import Option, Prediction, counted, measured, power_table, warn_of_half
+from te_bench.reports.convergence.power import MOST_SEEDS, POWER, fewest, power, two_figures
+from te_bench.reports.convergence.prediction import (
+    GAPS,
+    Option,
+    Prediction,
+    counted,
+    measured,
+    power_table,
+    warn_of_half,
+)
 from te_bench.reports.convergence.study import scope_of
 
 _SEEDS = (3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 65, 80, 100)  # of the table
@@ -94,7 +102,7 @@ class Forecast(Prediction):
             said += self._of_branches()
         if self.pilot:
             said.append(
-                "  a pilot, of whose losses only the spread is shown; te-bench plan with --pilot DIR then uses it"
+                "  a pilot: it measures how far losses vary, and hides the rest. Next: te-bench plan with --pilot DIR"
             )
         elif outlook is None:
             said.append(
@@ -125,6 +133,7 @@ class Forecast(Prediction):
                 f"true gap in nat is{measured(self.gap)}:",
                 *self._table(outlook),
                 *warn_of_half(self.option(self.seeds), self.margin),
+                *self._take(outlook),
             ]
             said += [f"  {_pool_instead(outlook)}"] if spread.correlation and outlook.recipes else []
         said += [f"  --pilot gives no spread: {self.unused}"] if self.unused else []
@@ -142,6 +151,18 @@ class Forecast(Prediction):
     def _table(self, outlook: Outlook) -> list[str]:
         rows = self._options(outlook)
         return power_table(rows, self.machine, gaps=self.gaps, planned=self.seeds, unit="seeds")
+
+    def _take(self, outlook: Outlook) -> list[str]:
+        """Return a line that names the seeds to take, if a number has the power that a plan must have at half the margin."""
+        least = self._fewest if outlook.spread.assumed else max(self._fewest, planning.FEWEST_AFTER_PILOT)
+        enough, at_0 = (
+            fewest(lambda seeds: outlook.chance(seeds, gap=gap) >= POWER - planning.ROUNDING, least, MOST_SEEDS)  # noqa: B023
+            for gap in (GAPS[-1] * self.margin, 0.0)
+        )
+        if enough is None:
+            return []
+        fewer = f", {at_0} where it is 0" if at_0 != enough else ""
+        return [f"  take --seeds {enough}: the fewest with 80 % where the true gap is half the margin{fewer}"]
 
     @property
     def _fewest(self) -> int:
@@ -190,7 +211,7 @@ class Forecast(Prediction):
 
     def _time(self) -> str:
         if self.seconds is None:
-            return "not known; --pilot DIR of a pilot gives it"
+            return "not known until you run a pilot and give its folder by --pilot DIR"
         by = f" ({self.time_from})" if self.time_from else ""
         return f"about {self.machine.hours(self.seconds)}{self.machine.elapsed(self.seconds)}{by}"
 
@@ -265,8 +286,8 @@ def _pool_instead(outlook: Outlook) -> str:
     said = f"{times:.1f}" if times < 10 else f"{times:.0f}" if times < 100 else "over 100"  # few pairs are imprecise
     cheaper = ": --design pool" if times < 1 else ""
     return (
-        f"two runs of one seed correlate by {spread.correlation:.2f}: a pool of bf16 runs takes {said} times as many runs "
-        f"for the same interval{cheaper}"
+        f"a pool of bf16 runs takes {said} times as many runs for the same interval{cheaper}: two runs of one seed "
+        f"correlate by {spread.correlation:.2f}"
     )
 
 

@@ -93,7 +93,7 @@ def listed(power: Sequence[float] | None) -> str:
 
 def measured(gap: float | None) -> str:
     """Return words that follow "where the true gap is": which of the gaps is by what was measured."""
-    return "" if gap is None else f" (the last, {nat(gap)}, is by the gaps measured so far)"
+    return "" if gap is None else f" (the last, {nat(gap)}, is what published studies make likely)"
 
 
 def warn_of_half(plan: Option, margin: float) -> list[str]:

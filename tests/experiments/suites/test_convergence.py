@@ -117,8 +117,8 @@ def test_a_head_chooses_the_one_fused_step_that_is_judged(head: str, preset: str
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        ({"head": "fp8"}, r"^--head fp8 is of the fused step: add --fused, or leave it out$"),
-        ({"head": "bf16", "weights": "bf16"}, r"^--head bf16 is of the fused step"),
+        ({"head": "fp8"}, r"^--head fp8 needs --fused: it chooses the head of the fused step$"),
+        ({"head": "bf16", "weights": "bf16"}, r"^--head bf16 needs --fused"),
         ({"head": "fp16", "fused": True}, r"^unknown --head 'fp16'"),
         (
             {"head": "fp8", "fused": True, "recipes": ("float8_current_scaling_bf16_end",)},

@@ -77,7 +77,7 @@ def test_what_a_backend_cannot_do_it_says(name, changes, reason, monkeypatch):
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash4_module, "INSTALLED", False)
     h200 = dataclasses.replace(a_problem(), capability=(9, 0))
-    assert attention.load("flash4").unsupported(h200) == "pip install flash-attn-4"
+    assert attention.load("flash4").unsupported(h200) == "pip install 'flash-attn-4>=4.0.0b3'"
 
 
 @pytest.mark.parametrize("name", ["auto", "manual", "math"])

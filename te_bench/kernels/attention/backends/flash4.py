@@ -1,8 +1,8 @@
 """FlashAttention-4: Dao-AILab's CuTe DSL kernels for Hopper and Blackwell, compiled at their first call.
 
-Optional: `pip install "flash-attn-4[cu13]"` (without the extra for CUDA 12). Its tensors are (B, T, H, D), its causal mask
-is aligned at the bottom right, and shared K and V heads are its own. Limits as flash_attn/cute/interface.py of 4.0.0b36
-asserts them. Source: Dao-AILab/flash-attention, flash_attn/cute.
+Optional: `pip install "flash-attn-4[cu13]>=4.0.0b3"` (without the extra for CUDA 12). Its tensors are (B, T, H, D), its
+causal mask is aligned at the bottom right, and shared K and V heads are its own. Limits as flash_attn/cute/interface.py
+of 4.0.0b36 asserts them. Source: Dao-AILab/flash-attention, flash_attn/cute.
 """
 
 import importlib.metadata
@@ -44,7 +44,7 @@ def unsupported(p: Problem) -> str | None:
         return f"causal with {p.length} queries and {keys} keys: its mask is aligned at the bottom right"
     if p.length == 0 or keys == 0:
         return "length 0: the kernel needs a query and a key"
-    return None if INSTALLED else "pip install flash-attn-4"
+    return None if INSTALLED else "pip install 'flash-attn-4>=4.0.0b3'"
 
 
 def _forward(
