@@ -7,7 +7,7 @@ SECONDS_EACH ?= 0.1
 # Pages with tables that are made from the records and the code.
 PAGES := README.md $(addprefix docs/,advise.md advice-how.md fp8-details.md many-gpus.md results.md performance.md attention.md gate-statistics.md convergence.md convergence-records.md gpus.md leaderboard.md plan-scaling.md)
 
-.PHONY: demo test test-slow docs bench simulations lint check-tables check-docs compile-tests compile-other-gpus compile-oldest tables reports clean
+.PHONY: demo test test-slow docs bench simulations lint check-tables check-longest check-others check-docs compile-other-gpus compile-oldest tables reports clean
 
 demo: .venv/demo.done
 	$(BIN)/te-bench demo
@@ -15,7 +15,7 @@ demo: .venv/demo.done
 # The tests start hundreds of processes, each of which would compile te_bench anew where Python is told to write no bytecode.
 test test-slow: export PYTHONDONTWRITEBYTECODE =
 test: .venv/test.done
-	$(MAKE) --no-print-directory -j $(JOBS) lint check-tables compile-tests
+	$(MAKE) --no-print-directory -j $(JOBS) lint check-tables .venv/compiled.done
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not gpu and not alone and not slow"
 
 # Whole runs, trainings and clusters, and what compiles: each takes more than ten seconds.
@@ -49,12 +49,18 @@ lint: .venv/test.done
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The bytecode of all tests and of te_bench, which each worker would make for itself. What cannot be collected the tests tell.
-compile-tests: .venv/test.done
+# The bytecode of all tests and of te_bench, once: each worker would make it for itself. What cannot be collected the tests tell.
+.venv/compiled.done: .venv/test.done
 	@$(BIN)/python -m pytest --collect-only -q > /dev/null || true
+	@touch $@
 
-check-tables: .venv/demo.done
-	$(BIN)/te-bench embed --check $(PAGES)
+# Side by side: the longest page, which simulates gates, takes as long as all others.
+LONGEST := docs/gate-statistics.md
+check-tables: check-longest check-others
+check-longest: .venv/test.done
+	$(BIN)/te-bench embed --check $(LONGEST)
+check-others: .venv/test.done
+	$(BIN)/te-bench embed --check $(filter-out $(LONGEST),$(PAGES))
 
 # The tables of these pages, from the records under results/ and the backends' own words.
 tables: .venv/demo.done
@@ -83,9 +89,10 @@ check-docs: .venv/test.done .venv/docs.done
 	$(PIP) install -c constraints.txt -e .
 	touch $@
 
-.venv/test.done: .venv/demo.done
-	$(PIP) install -c constraints.txt -e '.[test]'
-	touch $@
+# All that .venv/demo.done has, by one call; and no bytecode of packages, half a minute of a core: the tests make what they use.
+.venv/test.done: pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) install --no-compile -c constraints.txt -e '.[test]'
+	touch .venv/demo.done $@
 
 build/oldest.done: pyproject.toml | .venv/test.done
 	$(PIP) install -q --upgrade --target build/oldest $(OLDEST)

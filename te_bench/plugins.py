@@ -73,7 +73,7 @@ class Family(Generic[PluginT]):
         return plugin
 
 
-def check(kind: str, name: str, legal: list[str]) -> None:
+def check(kind: str, name: str, legal: Sequence[str]) -> None:
     """Raise ValueError naming the near matches unless `name` is one of `legal`."""
     if name not in legal:
         raise ValueError(f"unknown {kind} {name!r}.{suggestion(name, legal)} Known: {', '.join(legal)}.")

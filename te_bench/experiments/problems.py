@@ -89,8 +89,9 @@ class TrialProblem:
             if name not in trial.problem and default is not MISSING:
                 continue
             value = trial.problem.get(name)
-            if isinstance(value, str) and all(kind is NoneType or get_origin(kind) is Literal for kind in _kinds(hint)):
-                plugins.check(name, value, [choice for kind in _kinds(hint) for choice in get_args(kind)])
+            values, types = _legal(hint)
+            if isinstance(value, str) and set(types) <= {NoneType}:
+                plugins.check(name, value, values)
             if not _is(value, hint):
                 raise ValueError(f"{trial.workload} needs {_words(hint)} for {name!r}, got {value!r}")
         given: dict[str, Any] = {name: trial.problem[name] for name in settings if name in trial.problem}
@@ -122,13 +123,17 @@ def _kinds(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) not in (None, Literal) else (hint,)
 
 
+@functools.cache
+def _legal(hint: Any) -> tuple[tuple[Any, ...], tuple[type, ...]]:
+    """Return the values that a hint lists, and the types of which it takes every value."""
+    values = [choice for kind in _kinds(hint) if get_origin(kind) is Literal for choice in get_args(kind)]
+    types = [kind for kind in _kinds(hint) if get_origin(kind) is not Literal]
+    return tuple(values), (*types, int) if float in types else tuple(types)
+
+
 def _is(value: object, hint: Any) -> bool:
-    return any(
-        value in get_args(kind)
-        if get_origin(kind) is Literal
-        else isinstance(value, int | float if kind is float else kind) and (kind is bool or not isinstance(value, bool))
-        for kind in _kinds(hint)
-    )
+    values, types = _legal(hint)
+    return value in values or (bool in types if isinstance(value, bool) else isinstance(value, types))
 
 
 def _words(hint: Any) -> str:

@@ -15,10 +15,13 @@ from te_bench.reports.page import render
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = sorted(path.parent for path in (ROOT / "results").glob("*/advise/*/journal.jsonl*"))
+#: Of each family the smallest is a fast test.
+LARGER = {"bert-large", "gpt2-medium", "llama-3.2-3b", "vit-l"}
+ROWS = [pytest.param(path, marks=[pytest.mark.slow] * (path.name in LARGER), id=path.name) for path in FOLDERS]
 
 
 @pytest.mark.usefixtures("asked_here", "undrawn")
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", ROWS)
 def test_a_published_answer_is_made_from_its_records(folder, tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.chdir(ROOT)

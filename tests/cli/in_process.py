@@ -26,8 +26,9 @@ class Started(NamedTuple):
     options: dict[str, Any]
 
 
-# A process has one command, and asks once for its options and for the hash of its own code.
+# A process has one command, and asks once for its options, for versions, for its commit and for the hash of its own code.
 _options = functools.cache(typer.main.get_command)
+_own_version, _own_git = functools.cache(environment._version), functools.cache(environment._git)
 _usual_hash, _own_hash = environment.code_hash, functools.cache(environment.code_hash)
 
 
@@ -42,6 +43,8 @@ class Command:
         self.monkeypatch, self.capsys = monkeypatch, capsys
         monkeypatch.setattr(typer.main, "get_command", _options)
         monkeypatch.setattr(environment, "code_hash", _code_hash)
+        monkeypatch.setattr(environment, "_version", _own_version)
+        monkeypatch.setattr(environment, "_git", _own_git)
         monkeypatch.setenv("COLUMNS", "100")
 
     def __call__(self, *arguments: object) -> Done:

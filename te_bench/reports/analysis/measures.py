@@ -38,6 +38,9 @@ def numbers(values: object) -> list[float]:
     """Return the finite numbers among recorded values; None and a missing key drop out."""
     if not isinstance(values, Iterable):
         return []
+    values = list(values)
+    if set(map(type, values)) == {float} and math.isfinite(sum(values)):  # a page reads millions
+        return values
     return [number for number in map(finite, values) if number is not None]
 
 
@@ -61,7 +64,7 @@ def step_seconds(samples: Mapping[str, object]) -> float | None:
 
 
 def finite(value: object) -> float | None:
-    if type(value) is float:  # first, because a page checks millions
+    if type(value) is float:
         return value if math.isfinite(value) else None
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
