@@ -485,8 +485,11 @@ def test_labels_of_a_decoder_are_ignored_in_part(tmp_path: Path) -> None:
     assert "targets ignored" in adopted_step.begin(trial, *train_step.random_batches(trial)[0])[1]["reference"]
 
 
-@pytest.mark.parametrize(("factory", "ignored"), [("Judged", False), ("whole", True)])
-def test_no_target_is_ignored_where_the_model_has_a_loss_of_its_own(factory, ignored, trial_of) -> None:
-    trial = trial_of(factory).with_(checkpointing=None, batch=16)
+@pytest.mark.parametrize(
+    ("factory", "tokens", "ignored"),
+    [("Judged", 8, False), ("whole", 8, True), ("whole", 4, True), ("whole", 3, False)],
+)
+def test_no_target_is_ignored_of_a_loss_of_the_model_s_own_or_of_short_sequences(factory, tokens, ignored, trial_of):
+    trial = trial_of(factory).with_(checkpointing=None, batch=32, block=tokens)
     _, check = adopted_step.begin(trial, *train_step.random_batches(trial)[0])
     assert ("targets ignored" in check["reference"]) == ignored
