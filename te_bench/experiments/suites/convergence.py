@@ -154,7 +154,6 @@ def _ways(options: Options, preset: str, problem: Settings) -> list[Way]:
         own: Settings = {"optimizer": presets.fused_parts(options)["optimizer"], **fewer}
         return [(recipe, own) for recipe in (None, *(options.recipes or ()))]
     recipes = _recipes(options, preset)
-    fused = _fused(options) if options.fused else []
     if preset in presets.FUSED and options.head is None and adoptee(options) is None:  # bf16 also uses the fused step
         found: list[Way] = [(recipe, {}) for recipe in recipes]
         if options.recipes is None:
@@ -162,6 +161,7 @@ def _ways(options: Options, preset: str, problem: Settings) -> list[Way]:
         elif options.fused:
             found += [(recipe, {"head": "fp8"}) for recipe in recipes]
         return _possible(found)
+    fused = _fused(options) if options.fused else []
     parts = fused if options.head is not None else [{}, *fused]
     return _possible([(recipe, way) for recipe in recipes for way in parts])
 
