@@ -154,7 +154,7 @@ def _ways(options: Options, preset: str, problem: Settings) -> list[Way]:
         own: Settings = {"optimizer": presets.fused_parts(options)["optimizer"], **fewer}
         return [(recipe, own) for recipe in (None, *(options.recipes or ()))]
     recipes = _recipes(options, preset)
-    if preset in presets.FUSED and options.head is None and adoptee(options) is None:  # bf16 also uses the fused step
+    if preset in presets.FUSED and not (options.head or (options.fused and adoptee(options))):  # bf16 is fused, too
         found: list[Way] = [(recipe, {}) for recipe in recipes]
         if options.recipes is None:
             found = [NEAREST_WAY, *found, FASTEST_WAY, (suite_trials.FP8_ATTENTION, {})]
