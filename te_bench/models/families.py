@@ -144,6 +144,7 @@ def family_of(module: Any) -> Family | None:
     """Return the family of a transformers model; None if te-bench cannot feed it."""
     config, reads = module.config, module.main_input_name
     name = _family_of_class(type(module).__name__, config.model_type)
+    labels = type(module).forward.__module__.startswith("transformers.")  # a user's own may compute another loss
     if name == "image" and reads == "pixel_values":
         seen = getattr(config, "vision_config", config)
         sides = _sides(seen)
@@ -152,11 +153,11 @@ def family_of(module: Any) -> Family | None:
         return Family(name=name, forward=_image, draw=_images(seen, sides, config.num_labels), sequence=sequence)
     if name in ("seq2seq", "speech") and reads == "input_features":
         known = hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions")
-        return Family(name="speech", forward=_speech, draw=_spectrograms(config), labels=True) if known else None
+        return Family(name="speech", forward=_speech, draw=_spectrograms(config), labels=labels) if known else None
     if name in ("seq2seq", "speech") and reads == "input_ids":
-        return Family(name="seq2seq", forward=_seq2seq, draw=None, labels=True)
+        return Family(name="seq2seq", forward=_seq2seq, draw=None, labels=labels)
     if name == "causal":
-        return Family(name=name, forward=_causal(module), draw=None, labels=True)
+        return Family(name=name, forward=_causal(module), draw=None, labels=labels)
     return Family(name=name, forward=_masked(config), draw=None) if name == "masked" else None
 
 

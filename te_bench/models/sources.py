@@ -127,7 +127,10 @@ def identify(
 def is_changed(source: Source) -> bool:
     """Return whether the user's code, of which the source has a hash, is other than when it was identified."""
     paths = [path for path in (None if source.config else source.model, source.inputs, source.loss) if path]
-    return source_files.sha256(paths) != source.sha256
+    try:
+        return source_files.sha256(paths) != source.sha256
+    except ValueError:  # a file is gone, or is no Python while it is edited
+        return True
 
 
 def _packages(versions: Mapping[str, str]) -> str | None:

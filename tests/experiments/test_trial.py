@@ -83,17 +83,20 @@ def raising(error: Exception) -> Any:
     return run
 
 
+@pytest.mark.parametrize("edited", ["WIDTH = 64", "WIDTH = (", None], ids=["other code", "half a line", "gone"])
 def test_a_user_s_model_that_was_edited_after_the_plan_is_not_measured_as_the_planned_one(
-    workload: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    edited: str | None, workload: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "layers.py").write_text("WIDTH = 32")
     (tmp_path / "mine.py").write_text("from layers import WIDTH\ndef make(): ...")
-    source = sources.identify("mine:make")
+    source = sources.identify("mine:make", loss="layers:loss")
     assert source is not None
     how = {"batch": 1, "block": 8, "vocab": 64, "padded_vocab": 64, "data": "random", **source.settings}
     assert workload(lambda trial, context: KEPT, **how)["outcome"] == "ok"
-    (tmp_path / "layers.py").write_text("WIDTH = 64")
+    (tmp_path / "layers.py").unlink()
+    if edited is not None:
+        (tmp_path / "layers.py").write_text(edited)
     reply = workload(lambda trial, context: KEPT, **how)
     assert (reply["outcome"], reply["samples"]) == ("interrupted", {})
     assert reply["reason"] == "mine:make: its code has been changed since the trial was planned; run the command again"

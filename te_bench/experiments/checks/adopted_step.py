@@ -185,12 +185,10 @@ def _partly_ignored(step: TrainStep, targets: Tensor) -> Tensor:
     """
     length = targets.shape[-1]
     few = length // 4
-    left = counted(targets) - few * len(targets)
     of_tokens = targets.dim() == 2 and not targets.is_floating_point()
     legal = model_of(step).made.ignores and of_tokens and step.parallel is SINGLE
-    if (
-        not legal or left < ENOUGH_AT_KINK or counted(targets) < targets.numel()
-    ):  # the user's --inputs ignore some already
+    whole = counted(targets) == targets.numel()  # the user's --inputs may ignore some already
+    if not legal or not whole or few == 0 or targets.numel() - few * len(targets) < ENOUGH_AT_KINK:
         return targets
     begins = few * torch.arange(len(targets), device=targets.device)[:, None]
     places = torch.arange(length, device=targets.device)

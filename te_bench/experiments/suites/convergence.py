@@ -69,7 +69,7 @@ def experiment(options: Options) -> Experiment:
     seeds = suite_trials.seeds(options, pilot if options.as_pilot else usual)
     ways = _ways(options, preset, problem)
     if ending := _ending_in_bf16(options, problem["steps"]):
-        most = FASTEST_WAY if preset in presets.FUSED and options.recipes is None else None
+        most = FASTEST_WAY if options.recipes is None and FASTEST_WAY in ways else None
         ways += [(recipe, {**parts, **ending}) for recipe, parts in ways if most in (None, (recipe, parts))]
     ratio = best_ratio(len(ways)) if pooled else None
     if options.first_seed and pooled:
@@ -154,14 +154,14 @@ def _ways(options: Options, preset: str, problem: Settings) -> list[Way]:
         own: Settings = {"optimizer": presets.fused_parts(options)["optimizer"], **fewer}
         return [(recipe, own) for recipe in (None, *(options.recipes or ()))]
     recipes = _recipes(options, preset)
-    fused = _fused(options) if options.fused else []
-    if preset in presets.FUSED and not (options.head or (fused and adoptee(options))):  # bf16 also uses the fused step
+    if preset in presets.FUSED and not (options.head or (options.fused and adoptee(options))):  # bf16 is fused, too
         found: list[Way] = [(recipe, {}) for recipe in recipes]
         if options.recipes is None:
             found = [NEAREST_WAY, *found, FASTEST_WAY, (suite_trials.FP8_ATTENTION, {})]
         elif options.fused:
             found += [(recipe, {"head": "fp8"}) for recipe in recipes]
         return _possible(found)
+    fused = _fused(options) if options.fused else []
     parts = fused if options.head is not None else [{}, *fused]
     return _possible([(recipe, way) for recipe in recipes for way in parts])
 

@@ -115,7 +115,7 @@ def p_below(looked: Sequence[Look], bound: float, rounds: int, ratio: int) -> Ar
         known = np.isfinite(values)
         if known.any():
             found = np.interp((look.gap - bound) / look.se, values[known], levels[known], right=0.0)
-            p = np.minimum(p, np.exp(found))
+            p = np.minimum(p, (1 - 1e-12) * np.exp(found))  # exp(log(alpha)) may be above alpha
     return np.asarray(p)
 
 
@@ -205,7 +205,7 @@ def power(
     shown = [_p_within(one, sd, gap, margin, rounds, ratio) for one in looked]
     ordered = np.sort(np.array(shown), axis=0)
     steps = alpha / np.arange(recipes, 0, -1)
-    good = np.cumprod(ordered <= steps[:, None] * (1 + 1e-12), axis=0)
+    good = np.cumprod(ordered <= steps[:, None], axis=0)
     if with_aa:
         good = good * (_p_within(aa, sd, 0.0, margin, rounds, ratio - 1) <= alpha)
     return float(np.mean(good))

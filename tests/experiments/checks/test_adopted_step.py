@@ -485,8 +485,50 @@ def test_labels_of_a_decoder_are_ignored_in_part(tmp_path: Path) -> None:
     assert "targets ignored" in adopted_step.begin(trial, *train_step.random_batches(trial)[0])[1]["reference"]
 
 
-@pytest.mark.parametrize(("factory", "ignored"), [("Judged", False), ("whole", True)])
-def test_no_target_is_ignored_where_the_model_has_a_loss_of_its_own(factory, ignored, trial_of) -> None:
-    trial = trial_of(factory).with_(checkpointing=None, batch=16)
+@pytest.mark.parametrize(
+    ("factory", "tokens", "ignored"),
+    [("Judged", 8, False), ("whole", 8, True), ("whole", 4, True), ("whole", 3, False)],
+)
+def test_no_target_is_ignored_of_a_loss_of_the_model_s_own_or_of_short_sequences(factory, tokens, ignored, trial_of):
+    trial = trial_of(factory).with_(checkpointing=None, batch=32, block=tokens)
     _, check = adopted_step.begin(trial, *train_step.random_batches(trial)[0])
     assert ("targets ignored" in check["reference"]) == ignored
+
+
+@pytest.mark.usefixtures("asked_here")
+def test_no_target_is_ignored_of_a_forward_that_a_user_wrote_for_a_class_of_transformers(tmp_path, monkeypatch) -> None:
+    """Its loss may ignore another index: then -100 is no token."""
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_forward.py").write_text(
+        f"""
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutput
+
+
+class PlainForCausalLM(LlamaForCausalLM):
+    pass
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    def forward(self, input_ids=None, labels=None, **_):
+        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        return CausalLMOutput(loss=cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1), logits=logits)
+
+
+def plain():
+    return PlainForCausalLM(LlamaConfig(**{TOKENS | SIZES}))
+
+
+def own():
+    return OwnForCausalLM(LlamaConfig(**{TOKENS | SIZES}))
+"""
+    )
+    for factory in ("plain", "own"):
+        source = Source(model=f"own_forward:{factory}", sha256="0")
+        problem = {"batch": 4, "block": 24, "vocab": 64, "padded_vocab": 64, **source.settings}
+        trial = Trial(workload="train_step", device="cpu", problem=problem, attention=OWN_ATTENTION)
+        _, check = adopted_step.begin(trial, *train_step.random_batches(trial)[0])
+        assert ("targets ignored" in check["reference"]) == (factory == "plain")
+    sys.modules.pop("own_forward", None)

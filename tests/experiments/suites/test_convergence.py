@@ -568,20 +568,24 @@ def test_a_study_may_begin_with_a_fresh_seed() -> None:
         resolve(preset="gpt2", design="pool", first_seed=4)
 
 
-def test_recipes_that_end_in_bf16_stand_beside_those_that_do_not() -> None:
+def test_recipes_that_end_in_bf16_stand_beside_those_that_do_not(llama: str) -> None:
     """Each that is named, else of the presets that step fused the fastest alone; all other trials are as they were."""
 
     def ending(**asked: Any) -> list[tuple[Any, ...]]:
-        before = {trial.id for trial in resolve(fused=None, **asked).trials}
-        more = [t for t in resolve(fused=None, bf16_from=75, **asked).trials if t.id not in before]
+        before = {trial.id for trial in resolve(**asked).trials}
+        more = [t for t in resolve(bf16_from=75, **asked).trials if t.id not in before]
         assert {trial.problem["bf16_from"] for trial in more} == {75}
         assert all(end_of(trial).precision == "bf16" for trial in more)
-        return sorted((trial.recipe, trial.problem.get("head")) for trial in more)
+        return sorted(((trial.recipe, trial.problem.get("head")) for trial in more), key=str)
 
     assert ending(preset="gpt2", seeds=1) == [("delayed_scaling", "fp8")]
     named = ("float8_block_scaling", "float8_current_scaling")
     assert ending(preset="llama", seeds=1, recipes=named) == [(name, "chunked") for name in named]
     assert ending(preset="cpu", seeds=1, recipes=named) == [(name, None) for name in named]
+    assert ending(preset="gpt2", seeds=1, fused=True, head="bf16") == [(name, "chunked") for name in RECIPES]
+    own = [(name, head) for name in named for head in ("chunked", None, None)]  # plain modules, and with either head
+    assert ending(preset="gpt2", seeds=1, fused=True, model=llama, recipes=named, steps=100) == own
+    assert len(ending(preset="gpt2", seeds=1, fused=True, model=llama, steps=100)) == 3 * len(RECIPES)
 
 
 @pytest.mark.parametrize(

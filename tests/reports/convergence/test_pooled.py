@@ -242,6 +242,14 @@ def test_a_pool_of_one_bf16_run_a_round_has_no_aa_to_show():
     assert pooled.power(6, 0.1, MARGIN, ratio=1, with_aa=True) == 0
 
 
+def test_the_least_alpha_is_one_that_claims_and_power_reach():
+    """exp(log(alpha)) is not above it."""
+    runs = np.array([0.0, 0.1, -0.1, 0.05])
+    looked = pooled.looks_at(runs, np.tile(runs, 2), 4, 2)
+    assert pooled.claims(looked, 1000.0, 4, 2).verdict(pooled.LEAST_ALPHA) is Verdict.EQUIVALENT
+    assert pooled.power(4, 0.1, 1000.0, ratio=2, alpha=pooled.LEAST_ALPHA, with_aa=True) == 1
+
+
 def test_a_run_that_is_missing_ends_the_rounds_that_are_looked_at():
     one = study(np.random.default_rng(3), [0])
     del one.control.finals[3 * 9]  # of round 9: looks after 5 and 8 rounds stand, the last does not
