@@ -78,13 +78,13 @@ STEPS = {1: 15, 4: 8}
 
 @functools.cache
 def plain_and_spread(precision: str, recipe: str, accumulate: int) -> tuple[list[float], float]:
-    """The plain step's losses, and how far A/A arms stray whose weights begin one unit in the last place away."""
+    """The plain step's losses, and how far it and A/A arms stray whose weights begin one unit in the last place away."""
     optim = dataclasses.replace(OPTIM, accumulate=accumulate)
-    plain, *arms = (
+    arms = [
         losses(a_step(precision, None, recipe=recipe, optim=optim, nudge=seed), STEPS[accumulate])
         for seed in (None, 0, 1, 2)
-    )
-    return plain, max(furthest(a, b) for a, b in itertools.combinations(arms, 2))
+    ]
+    return arms[0], max(furthest(a, b) for a, b in itertools.combinations(arms, 2))
 
 
 @pytest.mark.xdist_group("the table's losses")  # one worker, which finds each spread once
@@ -99,7 +99,7 @@ def plain_and_spread(precision: str, recipe: str, accumulate: int) -> tuple[list
     ],
 )
 def test_the_losses_are_the_plain_ones_within_its_own_spread(precision, recipe, head, accumulate):
-    """Seen: up to 2.0 times the spread of three arms; an FP8 head, which rounds more than any of them, 2.1 times FP8's."""
+    """Seen: up to 2.1 times the spread of four arms; an FP8 head, which rounds more than any of them, 2.1 times FP8's."""
     plain, spread = plain_and_spread(precision, recipe, accumulate)
     if head == "fp8":
         spread = plain_and_spread("fp8", recipe, accumulate)[1]

@@ -167,12 +167,12 @@ def _ways(options: Options, preset: str, problem: Settings) -> list[Way]:
 
 
 def _recipes(options: Options, preset: str) -> tuple[str, ...]:
-    """Return --recipes. By default gpt2-short and users' models have delayed scaling with E4M3 gradients, not E5M2's.
+    """Return --recipes. By default gpt2-short, --head and users' models have E4M3 gradients in delayed scaling, not E5M2.
 
     A study shows that it trains like bf16 (docs/convergence.md). Other presets keep the recipes of their published plans.
     """
     recipes = presets.recipes_of(options)
-    if options.recipes is None and (preset == "gpt2-short" or adoptee(options)):
+    if options.recipes is None and (preset == "gpt2-short" or options.head or adoptee(options)):
         return tuple(E4M3 if recipe == E5M2 else recipe for recipe in recipes)
     return recipes
 

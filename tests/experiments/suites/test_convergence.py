@@ -111,6 +111,9 @@ def test_a_head_chooses_the_one_fused_step_that_is_judged(head: str, preset: str
     )
     (only,) = one.values()
     assert only.cell in both
+    by_default = resolve(**asked | {"recipes": None}, head=head).trials
+    assert only.cell in {t.cell for t in by_default}
+    assert "delayed_scaling" not in {t.recipe for t in by_default}
     assert (only.problem["blocks"], only.problem["head"]) == ("fused", {"bf16": "chunked", "fp8": "fp8"}[head])
 
 
@@ -582,7 +585,9 @@ def test_recipes_that_end_in_bf16_stand_beside_those_that_do_not(llama: str) -> 
     named = ("float8_block_scaling", "float8_current_scaling")
     assert ending(preset="llama", seeds=1, recipes=named) == [(name, "chunked") for name in named]
     assert ending(preset="cpu", seeds=1, recipes=named) == [(name, None) for name in named]
-    assert ending(preset="gpt2", seeds=1, fused=True, head="bf16") == [(name, "chunked") for name in RECIPES]
+    assert ending(preset="gpt2", seeds=1, fused=True, head="bf16") == [
+        (E4M3.get(name, name), "chunked") for name in RECIPES
+    ]
     own = [(name, head) for name in named for head in ("chunked", None, None)]  # plain modules, and with either head
     assert ending(preset="gpt2", seeds=1, fused=True, model=llama, recipes=named, steps=100) == own
     assert len(ending(preset="gpt2", seeds=1, fused=True, model=llama, steps=100)) == 3 * len(RECIPES)
