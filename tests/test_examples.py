@@ -226,7 +226,7 @@ def test_the_readme_s_program_trains_a_llama_in_fp8(device: str, capsys: pytest.
     [program] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     made: dict[str, Any] = {}
     exec(program, made)
-    assert "20 of 20 layers converted" in capsys.readouterr().out
+    assert "19 of 20 layers converted" in capsys.readouterr().out  # all but the head
     assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in made["model"].parameters())
 
 

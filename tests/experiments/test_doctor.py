@@ -10,7 +10,7 @@ from te_bench.experiments import doctor
 from te_bench.kernels.attention.backends import flash4
 
 INSTALL = {
-    "flash-attn-4 (attention)": "flash-attn-4",
+    "flash-attn-4 (attention)": "'flash-attn-4>=4.0.0b3'",
     "liger-kernel (linear cross-entropy)": "liger-kernel",
     "liger-kernel (layernorm)": "liger-kernel",
     "liger-kernel (rmsnorm)": "liger-kernel",
