@@ -137,7 +137,8 @@ def _of_runs(directories: list[Path], margin: float | None, alpha: float | None)
         say(one.headline)
         if goes_on := one.sentence.removeprefix(one.headline).strip():
             print(goes_on)  # a command is not wrapped
-        say(f"{verdict_tables.effort(one)}.")
+        of = "" if len(whole) > 1 else f"{study.title}, {group.where}. "
+        say(f"{of}{verdict_tables.effort(one)}.")
         print()
         brief = verdict_tables.brief(one)
         assert brief is not None

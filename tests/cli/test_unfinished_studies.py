@@ -187,12 +187,13 @@ def test_a_verdict_says_its_margin_pairs_power_and_cost(command: Command, tmp_pa
     """A synthetic run takes 1.5 s: 25 of them 0.0104 hours."""
     run = write_study(tmp_path / "run", study_records(sd=0.0003))
     said = "Margin 0.003 nat, 5 pairs, power 100 % at a true gap of 0; 25 runs, 0.01 GPU hours"
-    assert said in command("verdict", run).out
+    verdict = " ".join(command("verdict", run).out.split())
+    assert re.search(rf"nat\)\. char, text:play\.txt, \d+ steps, [^.]+\. {said}", verdict)  # of what, and how long
     assert said in " ".join(command("show", run).out.split())
     assert command("report", run).code == 0
     assert said in (run / "report" / "report.md").read_text()
     said = "Margin 0.003 nat; 25 of 40 runs, 0.01 of about 0.0"
-    assert said in command("verdict", begun(tmp_path / "begun", TRUTH)).out
+    assert said in " ".join(command("verdict", begun(tmp_path / "begun", TRUTH)).out.split())
 
 
 @pytest.mark.parametrize(("gpu", "known"), [("NVIDIA H200", True), ("NVIDIA B200", False)])
