@@ -65,7 +65,7 @@ def _content(evidence: Evidence, decision: Decision, findings: Sequence[Finding]
     return {
         "title": title(evidence.question),
         "headline": first,
-        "sentences": others,
+        "sentences": [sentence.partition("\n")[::2] for sentence in others],  # words and command
         "code": code(evidence.question, decision.use),
         "drawn": "The step today; advised: the same" if decision.keeps else "The step today and as advised",
         "by_kind": "By the kernels of one step under the profiler."

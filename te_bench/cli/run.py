@@ -231,6 +231,10 @@ def carry_out(
             how: dict[str, Any] = {"timeout_s": timeout, "context": context}
             how |= {"state": environment.of_times(machine), "on_cpu": all(trial.device == "cpu" for trial in trials)}
             executor = runner.Supervisor(directory, here, slots, **how)
+
+        def runs_this_code() -> bool:
+            return bool(environment.code_hash() == machine["identity"]["code"])
+
         try:
             called = _called(trials, [record.trial for record in store.journal.records.values()])
             found = (lambda record: "") if experiment.judgement else _found
@@ -244,7 +248,7 @@ def carry_out(
                     retry=retry,
                     needless=stopping.stopping_rule(experiment.suite, store.journal, here),
                     in_time=(lambda _: True) if limit is None else limit.in_time(store.journal.records),
-                    unchanged=lambda: environment.code_hash() == machine["identity"]["code"],
+                    unchanged=runs_this_code,
                 )
         except KeyboardInterrupt as interrupt:
             from te_bench.reports.analysis.naming import count_trials
@@ -252,7 +256,7 @@ def carry_out(
             left = len(runner.to_do(trials, store.journal, here, retry=retry))
             print(f"\nStopped with {count_trials(left)} to go{unchanged}. To go on: {again()}")
             raise typer.Exit(exit_code(interrupt)) from None
-        if late and environment.code_hash() != machine["identity"]["code"]:
+        if late and not runs_this_code():
             raise ValueError(
                 f"te_bench's code has been changed since this run began, with {len(late)} trials to go, which would not run "
                 "the code of the others. With that code again, the same command goes on; with this one it begins anew."

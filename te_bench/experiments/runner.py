@@ -152,7 +152,7 @@ def run(
     with _Interrupts() as interrupts:
         try:
             while True:
-                while executor.free and unchanged() and (trial := _take_next(waiting, may_begin)):
+                while waiting and executor.free and unchanged() and (trial := _take_next(waiting, may_begin)):
                     if not is_spared(trial):
                         running[trial.id] = _trunk_id(trial)
                         executor.submit(trial, executor.free.pop(0))

@@ -254,10 +254,11 @@ def _add(journal: Journal, raw: bytes) -> None:
     elif line.kind == "plan":
         journal.plans.append(Plan.from_json(body))
     elif line.kind == "broken_off":
-        every = [
-            (Trial.from_json(t).cell, plan.environment) for plan in journal.plans for t in plan.trials
-        ]  # of older lines
-        journal.broken_off |= dict.fromkeys(map(tuple, body.get("configurations", every)), body["why"])
+        configurations = body.get("configurations")
+        if configurations is None:  # an older line: all that was planned
+            plans = journal.plans
+            configurations = [(Trial.from_json(t).cell, plan.environment) for plan in plans for t in plan.trials]
+        journal.broken_off |= dict.fromkeys(map(tuple, configurations), body["why"])
     elif line.kind == "merged":
         journal.merged.update(body["environments"])
 

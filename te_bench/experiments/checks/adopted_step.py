@@ -158,9 +158,9 @@ def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[
     _settle(trial, step, inputs, targets)  # what is timed goes on with these scales
     with constants.moved(step, trial.seed, leave=turned_of(step)):
         quantities = over_batches(
-            _quantities(trial, step, inputs, _partly_ignored(step, targets), kinks),
+            _quantities(trial, step, inputs, targets, kinks),
             step,
-            lambda number: _of_another_batch(trial, step, number, len(inputs), kinks),
+            lambda number: _quantities(trial, step, *another_batch(trial, number, len(inputs)), kinks),
         )
     p = StepProblem.of(trial)
     words = ["math attention", "fp64", "same weights"]
@@ -171,11 +171,6 @@ def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[
     words += [] if len(inputs) == rows else [f"both of {len(inputs)} of {rows} sequences"]
     check = update.checked(judge(", ".join(words), quantities), step, inputs, targets)
     return step, check, own
-
-
-def _of_another_batch(trial: Trial, step: TrainStep, number: int, rows: int, kinks: Kinks) -> list[Quantity]:
-    inputs, targets = another_batch(trial, number, rows)
-    return _quantities(trial, step, inputs, _partly_ignored(step, targets), kinks)
 
 
 def _partly_ignored(step: TrainStep, targets: Tensor) -> Tensor:
@@ -207,6 +202,7 @@ def _settle(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor) -> N
 
 def _quantities(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, kinks: Kinks) -> list[Quantity]:
     """Compare loss and gradients of one batch with float64's, by the limits that the yardstick's errors set."""
+    targets = _partly_ignored(step, targets)
     _settle(trial, step, inputs, targets)
     ours, taken = _pass(trial, step, inputs, targets, chooses="topk" in kinks.found)
     parts = large.ByParts()

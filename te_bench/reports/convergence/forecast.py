@@ -16,7 +16,7 @@ from te_bench.reports.convergence import planning
 from te_bench.reports.convergence.design import trial_seconds
 from te_bench.reports.convergence.earlier_runs import EarlierRuns, family, first_plan
 from te_bench.reports.convergence.planning import Outlook, Prospect, Spread
-from te_bench.reports.convergence.power import MOST_SEEDS, POWER, fewest, power, two_figures
+from te_bench.reports.convergence.power import power, two_figures
 from te_bench.reports.convergence.prediction import (
     GAPS,
     Option,
@@ -154,15 +154,12 @@ class Forecast(Prediction):
 
     def _take(self, outlook: Outlook) -> list[str]:
         """Return a line that names the seeds to take, if a number has the power that a plan must have at half the margin."""
-        least = self._fewest if outlook.spread.assumed else max(self._fewest, planning.FEWEST_AFTER_PILOT)
-        enough, at_0 = (
-            fewest(lambda seeds: outlook.chance(seeds, gap=gap) >= POWER - planning.ROUNDING, least, MOST_SEEDS)  # noqa: B023
-            for gap in (GAPS[-1] * self.margin, 0.0)
-        )
-        if enough is None:
+        at_half, at_0 = outlook.needed_at(GAPS[-1] * self.margin), outlook.needed
+        if at_half is None or at_0 is None:
             return []
-        fewer = f", {at_0} where it is 0" if at_0 != enough else ""
-        return [f"  take --seeds {enough}: the fewest with 80 % where the true gap is half the margin{fewer}"]
+        take, fewer = max(at_half, self.least), max(at_0, self.least)
+        fewer_at_0 = f", {fewer} where it is 0" if fewer != take else ""
+        return [f"  take --seeds {take}: the fewest with 80 % where the true gap is half the margin{fewer_at_0}"]
 
     @property
     def _fewest(self) -> int:

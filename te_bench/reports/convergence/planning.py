@@ -170,10 +170,14 @@ class Outlook:
     @property
     def needed(self) -> int | None:
         """The fewest seeds with the chance that a plan must have; None if no number has it."""
-        return power.fewest(self._suffice, self.fewest, power.MOST_SEEDS)
+        return self.needed_at(0.0)
 
-    def _suffice(self, seeds: int) -> bool:
-        return seeds >= self.fewest and self.chance(seeds) >= power.POWER - ROUNDING
+    def needed_at(self, gap: float) -> int | None:
+        """Return the same where this is the true gap."""
+        return power.fewest(lambda seeds: self._suffice(seeds, gap), self.fewest, power.MOST_SEEDS)
+
+    def _suffice(self, seeds: int, gap: float = 0.0) -> bool:
+        return seeds >= self.fewest and self.chance(seeds, gap=gap) >= power.POWER - ROUNDING
 
     @property
     def detectable(self) -> float | None:
